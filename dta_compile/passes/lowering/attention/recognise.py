@@ -50,7 +50,6 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
         was not has its own reason in `meta["unrecognised"]`.
     """
     data = [node for node in graph.find_nodes(op="placeholder") if node not in weights and has_tensor(node)]
-    learned = descendants(graph, weights)
     search, arranger, refusal = _Search(descendants(graph, data)), Arranger(graph), None
     softmaxes = [node for node in graph.nodes if node.target is aten._softmax.default]
     paths = {node: path for node in softmaxes if (path := search.path_to(node)) is not None}
@@ -72,7 +71,7 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
                     found = Attention.called(node)
                 else:
                     found = Attention.written_out(*written[node], node, search.path_to)
-                Rewrite(arranger, found, node, learned).run()
+                Rewrite(arranger, found, node, weights).run()
                 _tell_line(node)
         except Mismatch as mismatch:
             if not is_call:
@@ -111,7 +110,7 @@ def _is_biased(attention: fx.Node) -> bool:
     if mask is None or not is_float(mask) or mask.meta["val"].dim() < 2:
         return False
     labels = (*[None] * (mask.meta["val"].dim() - 2), "q", "k")
-    return Distances(attention.graph).split(mask, labels) is not None
+    return Distances(attention.graph, attention.meta["val"].dtype).split(mask, labels) is not None
 
 
 def _tell_line(node: fx.Node) -> None:

@@ -203,11 +203,11 @@ class Rewrite:
     Every method raises `Mismatch` where something has a dimension that attention has no place for.
 
     Args:
-        learned: what is computed from parameters.
+        weights: the inputs that are parameters.
     """
 
-    def __init__(self, arranger: Arranger, attention: Attention, node: fx.Node, learned: Collection[fx.Node]) -> None:
-        self.arranger, self.attention, self.node, self.learned = arranger, attention, node, learned
+    def __init__(self, arranger: Arranger, attention: Attention, node: fx.Node, weights: Collection[fx.Node]) -> None:
+        self.arranger, self.attention, self.node, self.weights = arranger, attention, node, set(weights)
         self.call = functools.partial(call, arranger.graph)
         self.rows = {*attention.batch, attention.token}
 
@@ -282,8 +282,12 @@ class Rewrite:
         One that is learned may choose keys, by numbers so large that scores are lost beside them.
         """
         found = self.attention
-        is_by_head = any(mask.has(head) for head in found.heads) and mask.base not in self.learned
+        is_by_head = any(mask.has(head) for head in found.heads) and not self._learned(mask.base)
         return is_added(mask) and is_by_head and mask.has(found.key) and not mask.has(found.token)
+
+    def _learned(self, *nodes: fx.Node) -> set[fx.Node]:
+        """The parameters that values are computed from, some of which are made of others just now."""
+        return ancestors(list(nodes)) & self.weights
 
     def _slopes(self) -> list[Arranged | float]:
         """The slopes of biases by the distance of query and key; what else these do is left in the masks.
@@ -293,11 +297,12 @@ class Rewrite:
         slopes, masks = list[Arranged | float](), list[Arranged]()
         for mask in self.attention.scores.masks:
             labels = labels_of([leaves(dim) for dim in mask.own], self.attention.token, self.attention.key)
-            is_fixed = is_added(mask) and mask.base not in self.learned and self.attention.scores.sinks is None
             split = None
-            if is_fixed and {"q", "k"} <= set(labels):
-                split = Distances(self.arranger.graph).split(mask.base, labels)
-            if split is None:
+            if is_added(mask) and self.attention.scores.sinks is None and {"q", "k"} <= set(labels):
+                dtype = self.attention.scores.product.meta["val"].dtype
+                split = Distances(self.arranger.graph, dtype).split(mask.base, labels)
+            parts = [part for part in split or () if isinstance(part, fx.Node)]
+            if split is None or self._learned(*parts) < self._learned(mask.base):  # which eager gives a gradient of zero
                 masks.append(mask)
                 continue
             rest, slope = split
@@ -362,7 +367,7 @@ class Rewrite:
         parts = [mask for mask in scores.masks if not self._is_of_keys(mask)]
         biases = [part for part in parts if is_added(part) and part.has(key)]
         for part in [*scores.masks, *scores.constant]:
-            if is_added(part) and not part.has(key) and part.base in self.learned and not self._is_of_scores(part.base):
+            if is_added(part) and not part.has(key) and self._learned(part.base) and not self._is_of_scores(part.base):
                 raise Mismatch("a learned bias that no weight depends on")  # and that eager gives a gradient of zero
         if scores.sinks is not None and len(biases) < sum(map(is_added, scores.masks)):
             raise Mismatch("something added to scores that have sinks, but not to the sinks")
@@ -376,8 +381,12 @@ class Rewrite:
         return self._gated(allowed if added is None else added)
 
     def _is_of_scores(self, node: fx.Node) -> bool:
-        """Whether a value is computed from scores, as their largest is."""
-        return self.attention.scores.product in ancestors([node])
+        """Whether a value is computed from scores, as their largest is, and from no other parameters than weights are."""
+        scores = self.attention.scores
+        beside = [by.base for _, by in scores.by if isinstance(by, Arranged)]
+        beside += [] if scores.sinks is None else [scores.sinks.base]
+        products = [one.product for one in (scores, *scores.further)]
+        return scores.product in ancestors([node]) and self._learned(node) <= self._learned(*products, *beside)
 
     def _gated(self, mask: fx.Node | None) -> fx.Node | None:
         """With what scores were multiplied by that depends on the key, as in `scores * causal - 1e4 * (1 - causal)`, or
@@ -388,7 +397,7 @@ class Rewrite:
         """
         scores, key = self.attention.scores, self.attention.key
         gates = [(by, one) for by, one in scores.by if isinstance(one, Arranged) and one.has(key)]
-        if any(not one.has(key) or one.base in self.learned for one in scores.gates):
+        if any(not one.has(key) or self._learned(one.base) for one in scores.gates):
             raise Mismatch("aten.mul.Tensor of the weights that a softmax gives")
         for target, gate in [*gates, *((aten.mul.Tensor, one) for one in scores.gates)]:
             if mask is None or target is not aten.mul.Tensor:

@@ -233,7 +233,7 @@ def test_what_is_no_multiple_of_a_distance_is_refused(distance):
         return (causal(q @ k.mT + distance(torch.arange(q.shape[2]))) @ v).transpose(1, 2)
 
     torch._dynamo.reset()
-    with pytest.raises(RefusalError, match="values other than 0 and -inf|ALiBi"):
+    with pytest.raises(RefusalError, match=r"values other than 0 and -inf|ALiBi"):
         torch.compile(WrittenLM(way), backend="dta", options=OPTIONS)(shared_ids(5, 9))
 
 
@@ -259,7 +259,7 @@ def test_parameters_that_no_weight_depends_on_are_refused(bias):
         return (causal(scores - bias(model, scores, torch.arange(q.shape[2]))) @ v).transpose(1, 2)
 
     torch._dynamo.reset()
-    with pytest.raises(RefusalError, match="a learned bias that no weight depends on|cannot be proven causal"):
+    with pytest.raises(RefusalError, match=r"a learned bias that no weight depends on|cannot be proven causal"):
         torch.compile(WrittenLM(way), backend="dta", options=OPTIONS)(shared_ids(5, 9))
 
 

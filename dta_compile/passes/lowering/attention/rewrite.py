@@ -302,7 +302,8 @@ class Rewrite:
                 dtype = self.attention.scores.product.meta["val"].dtype
                 split = Distances(self.arranger.graph, dtype).split(mask.base, labels)
             parts = [part for part in split or () if isinstance(part, fx.Node)]
-            if split is None or self._learned(*parts) < self._learned(mask.base):  # which eager gives a gradient of zero
+            # What is lost has a gradient of zero in eager mode.
+            if split is None or self._learned(*parts) < self._learned(mask.base):
                 masks.append(mask)
                 continue
             rest, slope = split
@@ -381,7 +382,7 @@ class Rewrite:
         return self._gated(allowed if added is None else added)
 
     def _is_of_scores(self, node: fx.Node) -> bool:
-        """Whether a value is computed from scores, as their largest is, and from no other parameters than weights are."""
+        """Whether a value is computed from scores, as their largest is, and from no parameters that weights are not."""
         scores = self.attention.scores
         beside = [by.base for _, by in scores.by if isinstance(by, Arranged)]
         beside += [] if scores.sinks is None else [scores.sinks.base]

@@ -319,7 +319,8 @@ class _Shifts:
             inputs = [node for node in self.graph.find_nodes(op="placeholder") if has_tensor(node)]
             found = ((node, dim) for node in inputs for dim, size in enumerate(sizes(node)) if size == self.tokens)
             place = next(found, None)
-            self._require(place)
+            if place is None:
+                raise _NoShift
             self._length = call(self.graph, aten.sym_size.int, *place)
         return self._length
 

@@ -191,9 +191,76 @@ def by_distance_in_a_mask(model, q, k, v, pairs):  # OLMo
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
 
 
+def by_learned_slopes(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    index = torch.arange(q.shape[2])
+    scores = q @ k.mT - model.scale[:, None, None] * (index[:, None] - index)
+    return (causal(scores + model.sinks[:, None, None] * (index - index[:, None])) @ v).transpose(1, 2)
+
+
 def test_biases_by_distance():
     """`-slope * (q - k)` does to a softmax what `slope * k` does."""
-    assert_equals_eager(WrittenLM(by_distance, by_clamped_distance, by_distance_in_a_mask), shared_ids(4, 9))
+    ways = by_distance, by_clamped_distance, by_distance_in_a_mask, by_learned_slopes
+    assert_equals_eager(WrittenLM(*ways), shared_ids(5, 9))
+
+
+def in_8_bits(index):
+    index = torch.arange(len(index), dtype=torch.uint8)
+    return 0.5 * (index - index[:, None]).double()
+
+
+def overflowing(index):
+    index = torch.arange(len(index), dtype=torch.int8)
+    return ((index[:, None] - index) * 40).double()
+
+
+def rounded(index):
+    return 0.1 * (index[:, None] - index)  # float32, beside scores in float64
+
+
+def beside_a_condition(index):
+    return (index[:, None] - index < 3) + -0.5 * (index[:, None] - index).double()
+
+
+def by_length(index):
+    return (index[:, None] - index) / len(index)
+
+
+@pytest.mark.parametrize("distance", [in_8_bits, overflowing, rounded, beside_a_condition, by_length])
+def test_what_is_no_multiple_of_a_distance_is_refused(distance):
+    def way(model, q, k, v, pairs):
+        q, k, v = by_heads(q, k, v)
+        return (causal(q @ k.mT + distance(torch.arange(q.shape[2]))) @ v).transpose(1, 2)
+
+    torch._dynamo.reset()
+    with pytest.raises(RefusalError, match=r"values other than 0 and -inf|ALiBi"):
+        torch.compile(WrittenLM(way), backend="dta", options=OPTIONS)(shared_ids(5, 9))
+
+
+def one_of_every_query(model, scores, index):
+    return model.sinks[:, None, None]
+
+
+def one_of_the_query_number(model, scores, index):
+    return model.scale[:, None, None] * (index[:, None] - index) + model.sinks[:, None, None] * index[:, None]
+
+
+def one_that_scales_the_largest(model, scores, index):
+    return scores.amax(-1, keepdim=True) * model.scale[:, None, None]
+
+
+@pytest.mark.parametrize("bias", [one_of_every_query, one_of_the_query_number, one_that_scales_the_largest])
+def test_parameters_that_no_weight_depends_on_are_refused(bias):
+    """Eager gives them a gradient of zero."""
+
+    def way(model, q, k, v, pairs):
+        q, k, v = by_heads(q, k, v)
+        scores = q @ k.mT
+        return (causal(scores - bias(model, scores, torch.arange(q.shape[2]))) @ v).transpose(1, 2)
+
+    torch._dynamo.reset()
+    with pytest.raises(RefusalError, match=r"a learned bias that no weight depends on|cannot be proven causal"):
+        torch.compile(WrittenLM(way), backend="dta", options=OPTIONS)(shared_ids(5, 9))
 
 
 class ByDistance(nn.Module):

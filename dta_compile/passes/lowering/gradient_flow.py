@@ -131,6 +131,7 @@ class GradientFlow(CapturedInterpreter):
 
     Attributes:
         flows: for each node, the flows of the tensors in its result.
+        unseen: for each node that writes to a value without gradient unseen by autograd: the tracked values that it reads.
         cuts: whether a value may be detached; if none is, nothing is run and `flows` stays empty.
     """
 
@@ -138,8 +139,10 @@ class GradientFlow(CapturedInterpreter):
         super().__init__(module)
         self.cuts = outer is not None or not torch.is_grad_enabled() or _may_cut(module.graph)
         self.flows: dict[fx.Node, list[Flow]] = {} if outer is None else outer.flows
+        self.unseen: dict[fx.Node, list[fx.Node]] = {} if outer is None else outer.unseen
         # By storage, the tracked tensors in it; a view counts as its base.
         self._roots: dict[int, set[int]] = {} if outer is None else outer._roots
+        self._owners: dict[int, int] = {} if outer is None else outer._owners  # what was there first
 
     def inside(self, body: fx.GraphModule) -> GradientFlow:
         """Return an interpreter for a region, which shares this one's results."""
@@ -154,9 +157,13 @@ class GradientFlow(CapturedInterpreter):
         inputs = tensors([self.env[node] for node in n.all_input_nodes])
         versions = [value._version for value in inputs]
         result = super().run_node(n)
-        for value, version in zip(inputs, versions, strict=True):
-            if value._version != version:
-                self._wrote(n, value)
+        written = [value for value, version in zip(inputs, versions, strict=True) if value._version != version]
+        for value in written:
+            self._wrote(n, value)
+        if written and not any(map(_is_tracked, written)):
+            self.unseen[n] = [arg for arg in n.all_input_nodes if any(map(_is_tracked, tensors([self.env[arg]])))]
+        for value in tensors(result):
+            self._owners.setdefault(_storage(value), _root(value))
         memory = {_storage(value) for value in inputs}
         self.flows[n] = [_flow(value, memory) for value in tensors(result)]
         for value in tensors(result):
@@ -183,7 +190,8 @@ class GradientFlow(CapturedInterpreter):
 
     def _wrote(self, node: fx.Node, value: torch.Tensor) -> None:
         known = self._roots.get(_storage(value), set())
-        if known and (not torch.is_grad_enabled() or known != {_root(value)}):
+        is_alias = _is_tracked(value) and self._owners.get(_storage(value)) != _root(value)
+        if is_alias or (known and (not torch.is_grad_enabled() or known != {_root(value)})):
             raise RefusalError(
                 "the model writes to a value with a gradient behind autograd's back",
                 where=where(node),

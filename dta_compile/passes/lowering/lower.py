@@ -299,7 +299,10 @@ class _DetachingInterpreter(CapturedInterpreter):
         return _DetachingInterpreter(body, self.flow, self.repeated, self.length)
 
     def run_node(self, n: fx.Node) -> Any:
+        followed = {arg: self.env[arg] for arg in self.flow.unseen.get(n, ())}
+        self.env.update(pytree.tree_map_only(torch.Tensor, torch.detach, followed))
         result = super().run_node(n)
+        self.env.update(followed)
         if self.length is not None:
             self.length.check(n)
         if n.op not in ("call_function", "call_method") or not self.flow.reads_tracked(n):

@@ -318,7 +318,9 @@ class _Shifts:
         if self._length is None:
             inputs = [node for node in self.graph.find_nodes(op="placeholder") if has_tensor(node)]
             dims = ((node, dim) for node in inputs for dim, size in enumerate(sizes(node)) if size == self.tokens)
-            self._length = call(self.graph, aten.sym_size.int, *next(dims))
+            if (place := next(dims, None)) is None:
+                raise _NoShift
+            self._length = call(self.graph, aten.sym_size.int, *place)
         return self._length
 
     def _shifted(self, node: fx.Node, count: int) -> fx.Node:

@@ -137,6 +137,9 @@ def test_gradient_modes_views_writes_and_regions(model):
             sine, _ = sin_cos(hidden)
             inside, _ = checkpoint(in_region, hidden, use_reentrant=False).max(-1)
             written = logits.sum(-1)
+            copied, multiplied = torch.zeros_like(scale), torch.ones_like(scale)
+            copied[:, 1:] = scale[:, 1:]
+            torch.mul(scale, first, out=multiplied)
         with torch.inference_mode():
             middle, _ = logits.median(-1)
         torch.set_grad_enabled(False)
@@ -144,7 +147,7 @@ def test_gradient_modes_views_writes_and_regions(model):
         torch.set_grad_enabled(True)
         written.mul_(scale)  # seen by autograd, although the value was made without it
         factors = [first * second - third, least, largest, block, of_function.sin().sum(-1), sine.cos().sum(-1)]
-        factors += [inside, middle.clone(), high - low, features.detach().sum(-1)]
+        factors += [copied, multiplied, inside, middle.clone(), high - low, features.detach().sum(-1)]
         region = checkpoint(in_region, hidden, use_reentrant=False).logsumexp(-1)
         return [*(scale * factor for factor in factors), written, region, inside, index]
 
@@ -198,6 +201,12 @@ def split_alias(model, hidden):
     hidden.detach().chunk(2, -1)[0].mul_(2)
 
 
+def into_an_alias(model, hidden):
+    result = torch.zeros_like(hidden)
+    result.data.copy_(hidden)
+    return result
+
+
 def derivative(model, hidden):
     return torch.func.grad(lambda x: x.sin().sum())(hidden)
 
@@ -210,6 +219,7 @@ def branch(model, hidden):
     ("use", "message"),
     [
         (split_alias, "behind autograd's back"),
+        (into_an_alias, "behind autograd's back"),
         (derivative, "a derivative is taken inside of the compiled function"),
         (branch, "torch cannot trace this operation"),
     ],

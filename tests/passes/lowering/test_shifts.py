@@ -186,6 +186,18 @@ def test_what_reads_other_tokens_is_refused(shift):
         torch.compile(Shifting(shift), backend="dta", options=OPTIONS)(shared_ids())
 
 
+def test_shifted_scores_are_refused():
+    class Scored(Shifting):
+        def mix(self, x, pairs=None):
+            scores = x @ x.mT
+            scores = scores + F.pad(scores, (1, -1))
+            later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+            return scores.masked_fill(later, -torch.inf).softmax(-1) @ x
+
+    with pytest.raises(RefusalError):
+        torch.compile(Scored(added), backend="dta", options=OPTIONS)(shared_ids())
+
+
 def test_what_is_before_a_sequence_is_as_in_eager_mode_or_refused():
     model, ids, mask = Shifting(padded_and_cut), shared_ids(), torch.ones(5, 9, dtype=torch.bool)
     mask[0, :2] = mask[2, :1] = False

@@ -50,17 +50,21 @@ CLAMPS = {
 
 
 class Distances:
-    """Analysis of the biases of one graph; new nodes are inserted at the graph's insertion point."""
+    """Analysis of the biases of one graph; new nodes are inserted at the graph's insertion point.
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
+    Args:
+        dtype: that of the scores. What is rounded to a narrower one is no multiple of a distance.
+    """
+
+    def __init__(self, graph: fx.Graph, dtype: torch.dtype) -> None:
+        self.graph, self.dtype = graph, dtype
 
     def split(self, node: fx.Node, labels: Labels) -> tuple[fx.Node | None, Slope] | None:
         """Split a bias into a rest and `slope * k`; a rest of None is zero. Return None if no slope is found."""
-        if _rounds(node):
-            return None
         if slope := self._slope(node, labels):
             return None, slope
+        if self._rounds(node):
+            return None
         target = node.target
         if (
             target in SUMS
@@ -90,6 +94,8 @@ class Distances:
         if parts == [None, None]:
             return None
         (left, slope), (right, further) = (part or (arg, 0.0) for part, arg in zip(parts, (one, other), strict=True))
+        dtype = node.meta["val"].dtype  # bool is no number, and small integers have no sign
+        left, right = (None if rest is None else _cast(rest, dtype) for rest in (left, right))
         if right is None:
             rest = left
         elif left is None:
@@ -116,10 +122,10 @@ class Distances:
         """Return the slope of a value `slope * k + f(q)`, 0.0 if it has no keys, None if it has another form."""
         if "k" not in labels:
             return 0.0
-        if _rounds(node):
-            return None
         if (affine := self._affine(node, labels)) is not None:
             return float(affine[1])
+        if self._rounds(node):
+            return None
         if (moved := self._source(node, labels)) is not None:
             slope = self._slope(*moved)
             return None if slope is None else self._moved(node, slope, labels)
@@ -143,11 +149,9 @@ class Distances:
             return slope if slope == 0 else None
         if number is not None and not isinstance(slope, fx.Node):
             return slope / number if node.target in QUOTIENTS else slope * number
-        factor = self._raised(by, node) if number is None else number
-        if isinstance(factor, fx.Node):
-            if not has_tensor(factor):
-                return None  # a number known only at the call
-            factor = _cast(factor, node.meta["val"].dtype)
+        if number is None and not has_tensor(by):
+            return None  # a number known only at the call
+        factor = number if number is not None else _cast(self._raised(by, node), node.meta["val"].dtype)
         if isinstance(slope, fx.Node):
             target = aten.div if node.target in QUOTIENTS else aten.mul
             return call(self.graph, target.Tensor if isinstance(factor, fx.Node) else target.Scalar, slope, factor)
@@ -210,15 +214,26 @@ class Distances:
                 return source, tuple(None if size == 1 else next(left) for size in before)
         return None
 
+    def _rounds(self, node: fx.Node) -> bool:
+        """Whether the dtype of a value has less digits than scores have."""
+        return is_float(node) and node.meta["val"].dtype.itemsize < max(self.dtype.itemsize, 4)
+
     def _affine(self, node: Any, labels: Labels) -> Affine | None:
         """Return a value as an affine function of query and key index, valid for keys `k <= q`; None if it is none."""
         zero = sympy.Integer(0)
         if not isinstance(node, fx.Node):
             return (zero, zero, sympy.sympify(node)) if isinstance(node, (int, float)) else None
-        if _rounds(node):
-            return None
         if not has_tensor(node):
             return zero, zero, expression(node.meta["val"])
+        if node.meta["val"].dtype.itemsize < 4:
+            return None  # it does not hold the number of every token
+        value = self._of_numbers(node, labels)
+        is_exact = value is not None and all(part.is_integer for part in value)
+        return value if is_exact or not self._rounds(node) else None
+
+    def _of_numbers(self, node: fx.Node, labels: Labels) -> Affine | None:
+        """The same of a tensor, if it is not rounded."""
+        zero = sympy.Integer(0)
         if node.target in RANGES:
             return _range(node, labels)
         if isinstance(number := filled_with(node), (int, float)):
@@ -273,11 +288,6 @@ def _of(arg: Any, labels: Labels) -> Labels:
     return tuple(
         None if size == 1 else label for size, label in zip(shape, labels[len(labels) - len(shape) :], strict=True)
     )
-
-
-def _rounds(node: fx.Node) -> bool:
-    """Return whether a value's dtype, a float of less than 4 bytes, rounds token indices."""
-    return has_tensor(node) and is_float(node) and node.meta["val"].dtype.itemsize < 4
 
 
 def _varies(arg: Any, labels: Labels) -> set[str | None]:

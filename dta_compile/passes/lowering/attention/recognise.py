@@ -51,7 +51,6 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
         is none. Nodes that were not replaced have their own reason in `meta["unrecognised"]`.
     """
     data = [node for node in graph.find_nodes(op="placeholder") if node not in weights and has_tensor(node)]
-    learned = descendants(graph, weights)
     search, arranger, refusal = _Search(descendants(graph, data)), Arranger(graph), None
     softmaxes = [node for node in graph.nodes if node.target is aten._softmax.default]
     paths = {node: path for node in softmaxes if (path := search.path_to(node)) is not None}
@@ -73,7 +72,7 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
                     attention = Attention.called(node)
                 else:
                     attention = Attention.written_out(*written[node], node, search.path_to)
-                Rewrite(arranger, attention, node, learned).run()
+                Rewrite(arranger, attention, node, weights).run()
                 _copy_stack_trace(node)
         except Mismatch as mismatch:
             if not is_call:
@@ -112,7 +111,7 @@ def _is_biased(attention: fx.Node) -> bool:
     if mask is None or not is_float(mask) or mask.meta["val"].dim() < 2:
         return False
     labels = (*[None] * (mask.meta["val"].dim() - 2), "q", "k")
-    return Distances(attention.graph).split(mask, labels) is not None
+    return Distances(attention.graph, attention.meta["val"].dtype).split(mask, labels) is not None
 
 
 def _copy_stack_trace(node: fx.Node) -> None:

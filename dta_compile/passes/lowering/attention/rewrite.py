@@ -206,11 +206,11 @@ class Rewrite:
     Methods raise `Mismatch` if a value has a dimension that operands of attention cannot have.
 
     Args:
-        learned: nodes that are computed from parameters.
+        weights: the inputs that are parameters.
     """
 
-    def __init__(self, arranger: Arranger, attention: Attention, node: fx.Node, learned: Collection[fx.Node]) -> None:
-        self.arranger, self.attention, self.node, self.learned = arranger, attention, node, learned
+    def __init__(self, arranger: Arranger, attention: Attention, node: fx.Node, weights: Collection[fx.Node]) -> None:
+        self.arranger, self.attention, self.node, self.weights = arranger, attention, node, set(weights)
         self.call = functools.partial(call, arranger.graph)
         self.rows = {*attention.batch, attention.token}
 
@@ -285,8 +285,12 @@ class Rewrite:
         A learned one is excluded: it may hide keys, by numbers so large that scores are rounded away.
         """
         found = self.attention
-        is_by_head = any(mask.has(head) for head in found.heads) and mask.base not in self.learned
+        is_by_head = any(mask.has(head) for head in found.heads) and not self._learned(mask.base)
         return is_added(mask) and is_by_head and mask.has(found.key) and not mask.has(found.token)
+
+    def _learned(self, *nodes: fx.Node) -> set[fx.Node]:
+        """The parameters that values are computed from, some of which are made of others just now."""
+        return ancestors(list(nodes)) & self.weights
 
     def _slopes(self) -> list[Arranged | float]:
         """Return the slopes of biases by the distance of query and key, and leave the rest of these in the masks.
@@ -296,11 +300,13 @@ class Rewrite:
         slopes, masks = list[Arranged | float](), list[Arranged]()
         for mask in self.attention.scores.masks:
             labels = labels_of([leaves(dim) for dim in mask.own], self.attention.token, self.attention.key)
-            is_fixed = is_added(mask) and mask.base not in self.learned and self.attention.scores.sinks is None
             split = None
-            if is_fixed and {"q", "k"} <= set(labels):
-                split = Distances(self.arranger.graph).split(mask.base, labels)
-            if split is None:
+            if is_added(mask) and self.attention.scores.sinks is None and {"q", "k"} <= set(labels):
+                dtype = self.attention.scores.product.meta["val"].dtype
+                split = Distances(self.arranger.graph, dtype).split(mask.base, labels)
+            parts = [part for part in split or () if isinstance(part, fx.Node)]
+            # What is lost has a gradient of zero in eager mode.
+            if split is None or self._learned(*parts) < self._learned(mask.base):
                 masks.append(mask)
                 continue
             rest, slope = split
@@ -368,7 +374,7 @@ class Rewrite:
         parts = [mask for mask in scores.masks if not self._is_of_keys(mask)]
         biases = [part for part in parts if is_added(part) and part.has(key)]
         for part in [*scores.masks, *scores.constant]:
-            if is_added(part) and not part.has(key) and part.base in self.learned and not self._is_of_scores(part.base):
+            if is_added(part) and not part.has(key) and self._learned(part.base) and not self._is_of_scores(part.base):
                 raise Mismatch("a learned bias that no weight depends on")  # eager's gradient is zero
         if scores.sinks is not None and len(biases) < sum(map(is_added, scores.masks)):
             raise Mismatch("something added to scores that have sinks, but not to the sinks")
@@ -382,8 +388,12 @@ class Rewrite:
         return self._gated(allowed if added is None else added)
 
     def _is_of_scores(self, node: fx.Node) -> bool:
-        """Return whether a value is computed from the scores, such as their maximum."""
-        return self.attention.scores.product in ancestors([node])
+        """Return whether a value is computed from the scores, such as their maximum, and from no other parameters."""
+        scores = self.attention.scores
+        beside = [by.base for _, by in scores.by if isinstance(by, Arranged)]
+        beside += [] if scores.sinks is None else [scores.sinks.base]
+        products = [one.product for one in (scores, *scores.further)]
+        return scores.product in ancestors([node]) and self._learned(node) <= self._learned(*products, *beside)
 
     def _gated(self, mask: fx.Node | None) -> fx.Node | None:
         """Add the gates of scores and softmax weights to the mask, so that the prover judges both.
@@ -393,7 +403,7 @@ class Rewrite:
         """
         scores, key = self.attention.scores, self.attention.key
         gates = [(by, one) for by, one in scores.by if isinstance(one, Arranged) and one.has(key)]
-        if any(not one.has(key) or one.base in self.learned for one in scores.gates):
+        if any(not one.has(key) or self._learned(one.base) for one in scores.gates):
             raise Mismatch("aten.mul.Tensor of the weights that a softmax gives")
         for target, gate in [*gates, *((aten.mul.Tensor, one) for one in scores.gates)]:
             if mask is None or target is not aten.mul.Tensor:

@@ -131,7 +131,8 @@ class GradientFlow(CapturedInterpreter):
 
     Attributes:
         flows: for each node, the flows of the tensors in its result.
-        unseen: for each node that writes to a value without gradient unseen by autograd: the tracked values that it reads.
+        unseen: for each node that writes to a value without gradient, unseen by autograd: the tracked values
+            that it reads.
         cuts: whether a value may be detached; if none is, nothing is run and `flows` stays empty.
     """
 

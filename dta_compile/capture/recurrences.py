@@ -232,7 +232,7 @@ HANDS_OVER = ("output_final_state", "return_final_states", "return_last_state")
 WITHOUT_MEANING = frozenset(  # no influence on the result
     ("chunk_indices", "chunk_size", "cu_seqlens_cpu", "seq_lens_cpu", "use_associative_scan", "use_mambapy")
 )
-OF_ATTENTION = ("cu_seq_lens_q", "position_ids")  # passed by models to all layers alike
+OF_ATTENTION = ("cu_seq_lens_q", "position_embeddings", "position_ids")  # passed by models to all layers alike
 NO_HINT = "leave them out, or call the model without the backend"
 _QKV = ("q", "k", "v", "query", "key", "value", "g", "scale", "cu_seqlens", "output_final_state")
 _DELTA_RULE = _definition(_delta_rule, *_QKV, "beta", "use_qk_l2norm_in_kernel")

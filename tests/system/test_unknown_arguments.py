@@ -12,6 +12,7 @@ from dta_compile.errors import RefusalError
 from dta_compile.integrations.transformers_attention import CausalMask, attention_forward
 from dta_compile.integrations.transformers_flash_attention import flash_attention_forward
 from tests.support.families import GQA, ONE, V
+from tests.support.tiny import assert_same
 
 IDS = torch.arange(1, 13).view(2, 6)
 VALUE = torch.randn(1, 2, 6, 4)
@@ -121,3 +122,22 @@ def test_what_a_recurrence_of_transformers_ignores():
 
     with pytest.raises(RefusalError, match=r"torch_chunk_gated_delta_rule is handed .* sees_later"):
         torch.compile(run, backend="dta")(IDS)
+
+
+def test_what_models_pass_to_all_layers_alike_is_no_argument_of_a_convolution():
+    """Bailing passes what its attention layers need, rotations too, to its convolutions, which read none of it."""
+    torch._dynamo.reset()
+    bailing = pytest.importorskip("transformers.models.bailing_hybrid.modeling_bailing_hybrid")
+
+    torch.manual_seed(0)
+    embedding, weight = nn.Embedding(V, 8).double(), torch.randn(8, 3, dtype=torch.float64)
+
+    def run(ids):
+        x = embedding(ids)
+        of_all = {"position_embeddings": (x, x), "position_ids": ids}
+        x = bailing.causal_conv1d_fn(x.mT, weight=weight, activation="silu", **of_all).mT
+        heads = x[:, None]
+        return torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+    out, expected = torch.compile(run, backend="dta", options={"chunk_size": 3})(IDS), run(IDS)
+    assert_same(out, expected)

@@ -130,14 +130,13 @@ def test_what_models_pass_to_all_layers_alike_is_no_argument_of_a_convolution():
     bailing = pytest.importorskip("transformers.models.bailing_hybrid.modeling_bailing_hybrid")
 
     torch.manual_seed(0)
-    embedding, weight = nn.Embedding(V, 8).double(), torch.randn(8, 3, dtype=torch.float64)
+    embedding, weight = nn.Embedding(V, 8).double(), nn.Parameter(torch.randn(8, 3, dtype=torch.float64))
 
     def run(ids):
         x = embedding(ids)
-        of_all = {"position_embeddings": (x, x), "position_ids": ids}
-        x = bailing.causal_conv1d_fn(x.mT, weight=weight, activation="silu", **of_all).mT
-        heads = x[:, None]
-        return torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        x = bailing.causal_conv1d_fn(x.mT, weight=weight, activation="silu", position_embeddings=(x, x)).mT
+        heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2)
 
     out, expected = torch.compile(run, backend="dta", options={"chunk_size": 3})(IDS), run(IDS)
     assert_same(out, expected)

@@ -140,6 +140,21 @@ def test_caches_that_a_call_fills_itself():
         assert_equals_eager(WrittenLM(*ways), shared_ids(4, 9))
 
 
+def through_an_index_that_wraps(model, q, k, v, pairs):
+    index = torch.arange(q.shape[1], dtype=torch.uint8).long()
+    q, k, v = by_heads(q, k, v)
+    keys = torch.zeros_like(k)
+    keys[:, :, index] = k
+    return (causal(q @ keys.mT) @ v).transpose(1, 2)
+
+
+def test_a_cache_that_is_filled_by_small_integers_is_not_read_as_what_was_written():
+    """From 256 tokens on its first entries are written again."""
+    torch._dynamo.reset()
+    with pytest.raises(RefusalError):
+        torch.compile(WrittenLM(through_an_index_that_wraps), backend="dta", options=OPTIONS)(shared_ids(4, 9))
+
+
 def after_the_first_token(model, q, k, v, pairs):
     keys = torch.zeros_like(k)
     keys[:, 1:] = k[:, :-1] * 2

@@ -14,11 +14,13 @@ import torch
 from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.operators import CASTS, DIFFERENTIABLE_COPIES, FILLS
+from dta_compile.passes.graphs.operators import CASTS, DIFFERENTIABLE_COPIES, FILLS, RANGES
+from dta_compile.passes.lowering.slot_numbers import counts_from_zero
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
+MOVES = CASTS | DIFFERENTIABLE_COPIES
 
 
 def read_what_was_written(graph: fx.Graph, trained: Iterable[fx.Node]) -> None:
@@ -69,26 +71,23 @@ def _written(node: fx.Node, with_gradient: set[fx.Node]) -> tuple[fx.Node, int] 
             return None
     elif node.target is aten.index_copy.default:
         dim, index, value = node.args[1:]
-        if not _counts_from_zero(index):
+        if not _numbers_all_tokens(index):
             return None
     elif node.target is aten.index_put.default and not argument(node, 3, "accumulate"):
         *whole, index = node.args[1]
         dim, value = len(whole), node.args[2]
-        if any(one is not None for one in whole) or not _counts_from_zero(index):
+        if any(one is not None for one in whole) or not _numbers_all_tokens(index):
             return None
     else:
         return None
     return value, dim % node.meta["val"].dim()
 
 
-def _counts_from_zero(index: fx.Node) -> bool:
-    while index.target in CASTS | DIFFERENTIABLE_COPIES:
+def _numbers_all_tokens(index: fx.Node) -> bool:
+    """Return whether an index is 0, 1, 2, ..., in integers that do not wrap."""
+    while (is_wide := index.meta["val"].dtype in (torch.int64, torch.int32)) and index.target in MOVES:
         index = index.args[0]
-    return index.target is aten.arange.default or (
-        index.target in (aten.arange.start, aten.arange.start_step)
-        and index.args[0] == 0
-        and argument(index, 2, "step") in (None, 1)
-    )
+    return is_wide and index.target in RANGES and counts_from_zero(index)
 
 
 def _are_alike(one: fx.Node, other: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import First, filled_with, is_item
 from dta_compile.passes.graphs.operators import CASTS, COPIES, EXCHANGES, FILLS, KEEP_ORDER, RANGES, RESHAPES
 from dta_compile.passes.lowering.distinct_places import is_distinct_along
-from dta_compile.passes.lowering.slot_numbers import counts_from_zero
+from dta_compile.passes.lowering.slot_numbers import EXACT, counts_from_zero
 from dta_compile.passes.symbols import depends_on_data, expression, sizes
 
 aten = torch.ops.aten
@@ -36,8 +36,7 @@ def same_numbers(node: fx.Node) -> fx.Node:
 
 def is_exact_cast(node: fx.Node) -> bool:
     """Return whether a cast is to a dtype that holds all expert indices, and counts as large as eager mode's."""
-    wide = (torch.int64, torch.int32, torch.float64, torch.float32)
-    return node.target in CASTS and node.meta["val"].dtype in wide
+    return node.target in CASTS and node.meta["val"].dtype in EXACT
 
 
 def bound_of(node: fx.Node) -> int | None:

@@ -20,6 +20,8 @@ from dta_compile.passes.symbols import sizes
 aten = torch.ops.aten
 SLOT, TOKEN, INVERSE = "slot", "token", "inverse"
 
+EXACT = (torch.int64, torch.int32, torch.float64, torch.float32)  # hold the numbers of all slots
+
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
@@ -38,7 +40,7 @@ class Numbers:
 
 def is_another_form(node: fx.Node) -> bool:
     """Return whether a node has the numbers of its first argument, one per row, possibly repeated along the row."""
-    if node.target in COPIES or (node.target in CASTS and not is_float(node)):
+    if node.target in COPIES or (node.target in CASTS and not is_float(node) and node.meta["val"].dtype in EXACT):
         return True
     source = node.args[0]
     if node.target not in KEEP_ORDER | {aten.expand.default, aten.repeat.default} or not sizes(node):
@@ -56,7 +58,9 @@ def descends(sort: fx.Node) -> bool:
 
 
 def counts_from_zero(node: fx.Node) -> bool:
-    """Return whether a range is 0, 1, 2, ..."""
+    """Return whether a range is 0, 1, 2, ..., in numbers that do not wrap or round."""
+    if node.meta["val"].dtype not in EXACT:
+        return False
     if node.target is aten.arange.default:
         return True
     steps = node.args[2:] if node.target is aten.arange.start_step else ()

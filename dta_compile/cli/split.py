@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -64,8 +64,7 @@ class System:
             raise OptionError("bad throughput", where=f"{self.name}, {what}", expected=expected, got=str(throughput))
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One row of a sweep: a split of the GPUs and its throughputs.
 
     Attributes:
@@ -93,43 +92,28 @@ class Cell:
         return "rollout" if self.roll < self.train else "training"
 
 
-@dataclasses.dataclass(frozen=True)
-class Sweep:
-    """All splits of a number of GPUs for one system, from 1 rollout GPU to 1 training GPU."""
-
-    system: System
-    cells: tuple[Cell, ...]
-
-    @property
-    def best(self) -> Cell:
-        """Fastest split; among equals, the one with the fewest rollout GPUs."""
-        return max(self.cells, key=lambda cell: cell.throughput)
-
-
-def sweep(system: System, gpus: int) -> Sweep:
-    """Compute the throughput of every split of `gpus` GPUs with at least one GPU per side.
+def sweep(system: System, gpus: int) -> list[Cell]:
+    """Compute the throughput of every split of `gpus` GPUs with at least one GPU per side, from 1 rollout GPU on.
 
     Raises:
-        OptionError: fewer than 2 GPUs, a side without any figure, or a measured split of another number of GPUs.
+        OptionError: a side without any figure, or a measured split of another number of GPUs.
     """
-    count = as_integer(gpus)
-    if count is None or count < 2:
-        raise OptionError("too few GPUs to split", expected="an integer >= 2", got=repr(gpus))
-    if count > MOST_GPUS:
-        raise OptionError("too many GPUs to list all splits", expected=f"at most {MOST_GPUS}", got=repr(gpus)[:80])
-    gpus = count
     for split in system.measured:
         if sum(split) != gpus:
             where = f"{system.name}, split {split[0]}/{split[1]}"
             raise OptionError("a measured split is of another size", where=where, expected=f"{gpus} GPUs in all")
-    roll, train = _sides(system)
+    sides = _sides(system)
     cells = []
-    for roll_gpus in range(1, gpus):
-        split = roll_gpus, gpus - roll_gpus
-        sides = capacity(roll, split[0]), capacity(train, split[1])
+    for split in ((number, gpus - number) for number in range(1, gpus)):
+        reached = [capacity(points, number) for points, number in zip(sides, split, strict=True)]
         measured = system.measured.get(split)
-        cells.append(Cell(*split, *sides, min(sides) if measured is None else measured, measured is not None))
-    return Sweep(system, tuple(cells))
+        cells.append(Cell(*split, *reached, min(reached) if measured is None else measured, measured is not None))
+    return cells
+
+
+def best(cells: Sequence[Cell]) -> Cell:
+    """Return the fastest split; among equals, the one with the fewest rollout GPUs."""
+    return max(cells, key=lambda cell: cell.throughput)
 
 
 def capacity(points: Mapping[int, float], gpus: int) -> float:
@@ -184,7 +168,7 @@ def add_split(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=whole(2, MOST_GPUS), metavar="N", required=True, help="to divide")
     parser.add_argument("--unit", default="tokens/s", help="of all throughputs (default: tokens/s)")
     figures = parser.add_argument_group("figures", "of the system that was named last")
-    figures.add_argument("--system", action=_NewSystem, metavar="NAME", help="the figures that follow are its own")
+    figures.add_argument("--system", action=_Figures, metavar="NAME", help="the figures that follow are its own")
     for side in ("train", "roll"):
         text = f"throughput of {'training' if side == 'train' else 'rollout'} alone: per GPU, or of COUNT GPUs together"
         figures.add_argument(f"--{side}", action=_Figures, nargs="+", metavar="[COUNT=]X", help=text)
@@ -193,20 +177,14 @@ def add_split(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="OUT", help="write the result as JSON to OUT (- for stdout), print nothing")
 
 
-class _NewSystem(argparse.Action):
-    """Action that begins a system, to which the figures after it belong."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        namespace.systems = [*namespace.systems, (values, {})]
-
-
 class _Figures(argparse.Action):
-    """Action that adds figures to the latest system, or to an unnamed one."""
+    """Action that begins a system, or adds figures to the latest one (an unnamed one if there is none)."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        if not namespace.systems:
-            namespace.systems = [("system", {})]
-        namespace.systems[-1][1].setdefault(self.dest, []).extend(values)
+        if self.dest == "system" or not namespace.systems:
+            namespace.systems = [*namespace.systems, (values if self.dest == "system" else "system", {})]
+        if self.dest != "system":
+            namespace.systems[-1][1].setdefault(self.dest, []).extend(values)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -216,73 +194,61 @@ def _run(arguments: argparse.Namespace) -> int:
     names = [system.name for system in systems]
     if len(set(names)) < len(names):
         raise OptionError("two systems have one name", expected="distinct names", got=", ".join(names))
-    sweeps = [sweep(system, arguments.gpus) for system in systems]
+    sweeps = {system.name: sweep(system, arguments.gpus) for system in systems}
     if arguments.json:
-        write(arguments.json, json.dumps(_as_json(sweeps, arguments.gpus, arguments.unit), indent=1) + "\n")
+        result = {
+            name: {"best": _as_json(best(cells)), "sweep": list(map(_as_json, cells))} for name, cells in sweeps.items()
+        }
+        fields = {"gpus": arguments.gpus, "unit": arguments.unit, "systems": result}
+        write(arguments.json, json.dumps(fields, indent=1) + "\n")
     else:
         _print(sweeps, arguments.gpus, arguments.unit)
     return 0
 
 
 def _system(name: str, figures: dict[str, list[str]]) -> System:
-    train, roll = (_parsed(name, key, figures.get(key, []), _count) for key in ("train", "roll"))
-    return System(name, train, roll, _parsed(name, "measured", figures.get("measured", []), _split))
+    def of(key: str) -> dict[Any, float]:
+        throughputs: dict[Any, float] = {}
+        for figure in figures.get(key, []):
+            count, _, throughput = figure.rpartition("=")
+            try:
+                gpus: Any = tuple(map(int, count.split("/"))) if key == "measured" else int(count or 1)
+                value = float(throughput)
+                if key == "measured":
+                    _, _ = gpus
+            except ValueError as error:
+                expected = "ROLL/TRAIN=X, such as 5/3=66.7" if key == "measured" else "X, or COUNT=X, such as 2=49.4"
+                raise OptionError("bad figure", where=f"{name}, {key}", expected=expected, got=repr(figure)) from error
+            if gpus in throughputs:
+                raise OptionError("two figures for the same GPUs", where=f"{name}, {key}", got=repr(figure))
+            throughputs[gpus] = value
+        return throughputs
+
+    return System(name, of("train"), of("roll"), of("measured"))
 
 
-def _parsed(name: str, key: str, figures: Sequence[str], read: Callable[[str], Any]) -> dict[Any, float]:
-    throughputs: dict[Any, float] = {}
-    for figure in figures:
-        count, _, throughput = figure.rpartition("=")
-        try:
-            gpus, value = read(count), float(throughput)
-        except ValueError as error:
-            expected = "ROLL/TRAIN=X, such as 5/3=66.7" if key == "measured" else "X, or COUNT=X, such as 2=49.4"
-            raise OptionError("bad figure", where=f"{name}, {key}", expected=expected, got=repr(figure)) from error
-        if gpus in throughputs:
-            raise OptionError("two figures for the same GPUs", where=f"{name}, {key}", got=repr(figure))
-        throughputs[gpus] = value
-    return throughputs
+def _as_json(cell: Cell) -> dict[str, Any]:
+    return {**cell._asdict(), "split": cell.split, "limit": cell.limit}
 
 
-def _count(text: str) -> int:
-    return int(text) if text else 1
-
-
-def _split(text: str) -> Split:
-    roll, _, train = text.partition("/")
-    return int(roll), int(train)
-
-
-def _as_json(sweeps: list[Sweep], gpus: int, unit: str) -> dict[str, Any]:
-    def cell(cell: Cell) -> dict[str, Any]:
-        return {**dataclasses.asdict(cell), "split": cell.split, "limit": cell.limit}
-
-    systems = {
-        each.system.name: {"best": cell(each.best), "sweep": [cell(row) for row in each.cells]} for each in sweeps
-    }
-    return {"gpus": gpus, "unit": unit, "systems": systems}
-
-
-def _print(sweeps: list[Sweep], gpus: int, unit: str) -> None:
+def _print(sweeps: dict[str, list[Cell]], gpus: int, unit: str) -> None:
     table = Table(title=escape(visible(f"{gpus} GPUs, {unit}")), title_justify="left", box=None, pad_edge=False)
     table.add_column("rollout/training")
-    for result in sweeps:
-        table.add_column(escape(visible(result.system.name)), justify="right")
+    for name in sweeps:
+        table.add_column(escape(visible(name)), justify="right")
         table.add_column("limited by")
-    for row in zip(*(result.cells for result in sweeps), strict=True):
-        values = [text for result, cell in zip(sweeps, row, strict=True) for text in _texts(cell, cell is result.best)]
-        table.add_row(row[0].split, *values)
+    fastest = {name: best(cells) for name, cells in sweeps.items()}
+    for row in zip(*sweeps.values(), strict=True):
+        texts: list[str] = []
+        for cell, top in zip(row, fastest.values(), strict=True):
+            text = f"{cell.throughput:,.4g} {'m' if cell.measured else ' '}"
+            texts += [f"[bold]{text}*[/bold]" if cell is top else f"{text} ", cell.limit]
+        table.add_row(row[0].split, *texts)
     console = Console(highlight=False)
     console.print(table)
     console.print("\n* best of its column; m measured\n", style="dim")
-    slowest = min(result.best.throughput for result in sweeps)
-    for result in sweeps:
-        ratio = f", {result.best.throughput / slowest:.2f}x" if len(sweeps) > 1 else ""
-        text = f"{result.system.name}: best {result.best.split} with {result.best.throughput:,.4g} {unit}{ratio}"
+    slowest = min(top.throughput for top in fastest.values())
+    for name, top in fastest.items():
+        ratio = f", {top.throughput / slowest:.2f}x" if len(sweeps) > 1 else ""
+        text = f"{name}: best {top.split} with {top.throughput:,.4g} {unit}{ratio}"
         console.print(visible(text), markup=False, soft_wrap=True)
-
-
-def _texts(cell: Cell, best: bool) -> tuple[str, str]:
-    marks = ("m" if cell.measured else " ") + ("*" if best else " ")
-    style = ("[bold]", "[/bold]") if best else ("", "")
-    return f"{style[0]}{cell.throughput:,.4g} {marks}{style[1]}", cell.limit

@@ -8,7 +8,7 @@ from dta_compile.plan.peak_memory import Footprint, LiveBytes, PartBytes, bytes_
 from dta_compile.plan.plan import Plan, make_plan, plan
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule
-from dta_compile.plan.simulate import Held, Simulation, Work, held_tokens, simulate
+from dta_compile.plan.simulate import Held, Simulation, Work, interpret, simulate
 from dta_compile.plan.states import with_states
 from dta_compile.plan.summary import Estimates, MeasuredRun, ReplayCounts, Stats
 from dta_compile.plan.tree.chunk import Chunk, Slice
@@ -59,7 +59,7 @@ __all__ = [
     "choose",
     "choose_keep",
     "chunk_tree",
-    "held_tokens",
+    "interpret",
     "leaf_order",
     "lexicographic_order",
     "make_plan",

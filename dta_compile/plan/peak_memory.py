@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Schedule
-from dta_compile.plan.simulate import Work, work_by_op
-from dta_compile.plan.states import LiveStates
+from dta_compile.plan.simulate import Work, interpret
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 
@@ -155,20 +154,17 @@ def bytes_by_op(
     graphs: dict[Chunk, float] = {}
     stored: dict[Chunk, float] = {}  # KV and results of attention, until they are part of a graph
     total = 0.0
-    states = LiveStates(tree, schedule)
-    for op, work in zip(schedule.ops, work_by_op(tree, schedule, head_starts), strict=True):
-        before, in_states, running = total, footprint.state * states.step(op), 0.0
-        match op:
-            case Anchor(chunk, out, kv):
-                running = footprint.while_running("forward_only" if out else "cache_only", work)
-                if op.keeps:
-                    stored[chunk] = footprint.kv(chunk) * kv + footprint.results(chunk) * op.results
-                    total += stored[chunk]
+    for event in interpret(tree, schedule, head_starts):
+        before, running = total, footprint.while_running(event.graph, event.work)
+        match event.op:
+            case Anchor(chunk, _, kv) as op if op.keeps:
+                stored[chunk] = footprint.kv(chunk) * kv + footprint.results(chunk) * op.results
+                total += stored[chunk]
             case Forward(chunk):
-                running = footprint.while_running("forward", work)
-                graphs[chunk] = footprint.graph(work)
+                graphs[chunk] = footprint.graph(event.work)
                 total += graphs[chunk] - stored.pop(chunk, 0.0)
             case Backward(chunk):
                 total -= graphs.pop(chunk, 0.0)
-                before, running = total, footprint.while_running("backward", work)
+                before = total
+        in_states = footprint.state * (event.states + event.state_gradients)
         yield LiveBytes(total, max(before + running, total) + in_states)

@@ -15,7 +15,7 @@ from dta_compile.errors import PlanError
 from dta_compile.plan.cost import Limits
 from dta_compile.plan.peak_memory import bytes_by_op
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule
-from dta_compile.plan.simulate import held_tokens
+from dta_compile.plan.simulate import interpret
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.lexicographic import as_integers, each
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
@@ -152,7 +152,7 @@ def _offsets(groups: Sequence[Sequence[Any]]) -> IntArray:
 
 def _levels(tree: PrefixTree, schedule: Schedule, limits: Limits) -> dict[str, Column]:
     """Return the tokens held after every op and, where known, the bytes kept after it and live while it runs."""
-    held = np.array(list(held_tokens(schedule)), np.int64).reshape(-1, 3)
+    held = np.array([event.held for event in interpret(tree, schedule)], np.int64).reshape(-1, 3)
     columns: dict[str, Column] = dict(zip(("stack", "live", "stored"), held.T, strict=True))
     if not limits.footprint.counts_tokens:
         live = np.array(list(bytes_by_op(tree, schedule, limits.footprint, limits.head_starts)), np.float64)

@@ -7,22 +7,10 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from dta_compile.plan.schedule import Anchor, Backward, Forward, Pop, Restore, Schedule
+from dta_compile.plan.schedule import Anchor, Backward, Forward, Op, Pop, Restore, Schedule
 from dta_compile.plan.states import LiveStates
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
-
-__all__ = [
-    "Held",
-    "Simulation",
-    "Work",
-    "attention_pairs",
-    "causal_pairs",
-    "chunk_work",
-    "held_tokens",
-    "simulate",
-    "work_by_op",
-]
 
 
 class Work(NamedTuple):
@@ -93,22 +81,70 @@ def chunk_work(tree: PrefixTree, chunk: Chunk, head_starts: IntArray | None = No
     return Work(1, len(slices), tokens, sum(map(attention_pairs, slices)), heads)
 
 
-def work_by_op(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None) -> Iterator[Work]:
-    """Yield the work of every op; a forward that reads kept results of attention has no query-key pairs."""
+class Held(NamedTuple):
+    """Tokens held after an op.
+
+    Attributes:
+        stack: tokens on the stack.
+        live: tokens whose graphs are live.
+        stored: tokens of which only the KV is kept.
+    """
+
+    stack: int
+    live: int
+    stored: int
+
+
+class Event(NamedTuple):
+    """Effect of one op of a legal schedule.
+
+    Attributes:
+        op: the op.
+        graph: the graph that it runs, "cache_only", "forward_only", "forward" or "backward"; "" if it runs none.
+        work: amount of work; a forward that reads kept results of attention has no query-key pairs.
+        held: tokens held after the op.
+        states, state_gradients: most running states, and gradients waiting for states, that exist while it runs.
+    """
+
+    op: Op
+    graph: str
+    work: Work
+    held: Held
+    states: int
+    state_gradients: int
+
+
+def interpret(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None) -> Iterator[Event]:
+    """Run a legal schedule without tensors, op by op; all counts, bytes and times are folds over its events."""
+    states = LiveStates(tree, schedule)
+    stored: dict[Chunk, int] = {}
     with_results: set[Chunk] = set()
+    depth = live = kept = 0
     for op in schedule.ops:
+        graph, work = "", Work()
         match op:
             case Anchor(chunk, out):
+                graph, work = "forward_only" if out else "cache_only", chunk_work(tree, chunk, head_starts, out)
+                if op.kv and chunk.spine is not None:
+                    stored[chunk] = chunk.spine.tokens
+                    kept += chunk.spine.tokens
                 if op.results:
                     with_results.add(chunk)
-                yield chunk_work(tree, chunk, head_starts, out)
-            case Forward(chunk) if chunk in with_results:
-                with_results.remove(chunk)
-                yield chunk_work(tree, chunk, head_starts)._replace(pairs=0)
-            case Forward(chunk) | Backward(chunk):
-                yield chunk_work(tree, chunk, head_starts)
-            case _:
-                yield Work()
+            case Forward(chunk):
+                graph, work, live = "forward", chunk_work(tree, chunk, head_starts), live + chunk.tokens
+                if chunk in with_results:
+                    with_results.remove(chunk)
+                    work = work._replace(pairs=0)
+            case Backward(chunk):
+                graph, work, live = "backward", chunk_work(tree, chunk, head_starts), live - chunk.tokens
+                kept -= stored.pop(chunk, 0)
+            case Restore(part):
+                depth = part.stop
+            case Pop(part):
+                depth = part.start
+        if isinstance(op, (Anchor, Forward)) and op.chunk.spine is not None:
+            depth = op.chunk.spine.stop
+        yield Event(op, graph, work, Held(depth, live, kept), *states.step(op))
 
 
 def simulate(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None) -> Simulation:
@@ -122,33 +158,29 @@ def simulate(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None 
     if schedule.others:
         return _average([(share, simulate(tree, kind, head_starts)) for share, kind in schedule.kinds])
     forward, backward, rebuilt = Work(), Work(), Work()
-    restored, peak = 0, Held(0, 0, 0)
-    states = LiveStates(tree, schedule)
-    works = work_by_op(tree, schedule, head_starts)
-    for op, work, held in zip(schedule.ops, works, held_tokens(schedule), strict=True):
-        states.step(op)
-        peak = Held(*map(max, peak, held))
-        match op:
-            case Anchor(_, False) if schedule.sweep == "stages":
-                rebuilt = rebuilt.plus(work)
-            case Anchor() | Forward():
-                forward = forward.plus(work)
-            case Backward():
-                backward = backward.plus(work)
-            case Restore(part):
-                restored += part.tokens
+    restored, peak, states, gradients = 0, Held(0, 0, 0), 0, 0
+    for event in interpret(tree, schedule, head_starts):
+        peak = Held(*map(max, peak, event.held))
+        states, gradients = max(states, event.states), max(gradients, event.state_gradients)
+        if event.graph == "backward":
+            backward = backward.plus(event.work)
+        elif event.graph == "cache_only" and schedule.sweep == "stages":
+            rebuilt = rebuilt.plus(event.work)
+        else:
+            forward = forward.plus(event.work)
+        restored += event.op.part.tokens if isinstance(event.op, Restore) else 0
     return Simulation(
         ops=len(schedule.ops),
         forward=forward,
         backward=backward,
+        rebuilt=rebuilt,
         recomputed_tokens=forward.tokens - tree.num_rows,
         restored_tokens=restored,
         peak_stack_tokens=peak.stack,
         peak_live_tokens=peak.live,
         peak_stored_tokens=peak.stored,
-        peak_states=states.peak,
-        peak_state_gradients=states.peak_gradients,
-        rebuilt=rebuilt,
+        peak_states=states,
+        peak_state_gradients=gradients,
     )
 
 
@@ -164,56 +196,6 @@ def _average(shares: Sequence[tuple[float, Simulation]]) -> Simulation:
     names = [field.name for field in dataclasses.fields(Simulation)]
     averages = {name: mean(getattr(counts, name) for _, counts in shares) for name in names}
     return Simulation(**averages | {"peak_stack_tokens": max(counts.peak_stack_tokens for _, counts in shares)})
-
-
-class Held(NamedTuple):
-    """Tokens held after an op.
-
-    Attributes:
-        stack: tokens on the stack.
-        live: tokens whose graphs are live.
-        stored: tokens of which only the KV is kept.
-    """
-
-    stack: int
-    live: int
-    stored: int
-
-
-def held_tokens(schedule: Schedule) -> Iterator[Held]:
-    """Yield the tokens held after every op of a legal schedule."""
-    depth, live, stored = 0, _Gauge(), _Gauge()
-    for op in schedule.ops:
-        match op:
-            case Anchor(chunk, _, kv) if kv and chunk.spine is not None:
-                stored.add(chunk, chunk.spine.tokens)
-            case Forward(chunk):
-                live.add(chunk, chunk.tokens)
-            case Backward(chunk):
-                live.remove(chunk)
-                stored.remove(chunk)
-            case Restore(part):
-                depth = part.stop
-            case Pop(part):
-                depth = part.start
-        if isinstance(op, (Anchor, Forward)) and op.chunk.spine is not None:
-            depth = op.chunk.spine.stop
-        yield Held(depth, live.total, stored.total)
-
-
-class _Gauge:
-    """Running total of the tokens held by chunks."""
-
-    def __init__(self) -> None:
-        self.held: dict[Chunk, int] = {}
-        self.total = 0
-
-    def add(self, chunk: Chunk, tokens: int) -> None:
-        self.held[chunk] = tokens
-        self.total += tokens
-
-    def remove(self, chunk: Chunk) -> None:
-        self.total -= self.held.pop(chunk, 0)
 
 
 def causal_pairs(lengths: IntArray) -> int:

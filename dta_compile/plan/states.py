@@ -104,15 +104,9 @@ class _KeptSpines(Generic[Kept]):
 
 
 class LiveStates:
-    """Counter of running states that are alive while a legal schedule runs, and of their waiting gradients.
-
-    Attributes:
-        peak: most states at one time; a state on the stack that is also kept counts once, since nothing is copied.
-        peak_gradients: most gradients at one time; a backward adds its own before it takes those of its spine.
-    """
+    """Counter of running states that are alive while a legal schedule runs, and of their waiting gradients."""
 
     def __init__(self, tree: PrefixTree, schedule: Schedule) -> None:
-        self.peak = self.peak_gradients = 0
         self._in_use = any(isinstance(op, (Anchor, Forward)) and op.states for op in schedule.ops)
         self._path: list[State] = []  # on the stack, ascending
         self._kept = _KeptSpines[list[State]](tree)
@@ -120,10 +114,14 @@ class LiveStates:
         self._waiting: list[int] = []  # ascending depths at which a gradient waits
         self._runs = 0
 
-    def step(self, op: Op) -> int:
-        """Advance by one op; return the most states plus gradients that exist while it runs."""
+    def step(self, op: Op) -> tuple[int, int]:
+        """Advance by one op; return the most states, and the most gradients, that exist while it runs.
+
+        A state on the stack that is also kept counts once, since nothing is copied. A backward adds its own gradient
+        before it takes those of its spine.
+        """
         if not self._in_use:
-            return 0
+            return 0, 0
         before, dropped = len(self._holders), None
         match op:
             case Pop(part):
@@ -145,11 +143,10 @@ class LiveStates:
                 _include(self._waiting, chunk.start)
                 dropped = self._kept.forget(chunk.spine) if chunk.spine is not None else None
         alive, waiting = max(before, len(self._holders)), len(self._waiting)
-        self.peak, self.peak_gradients = max(self.peak, alive), max(self.peak_gradients, waiting)
         self._release(dropped or [])
         if isinstance(op, Backward) and op.chunk.spine is not None:
             _pop_above(self._waiting, op.chunk.start)
-        return alive + waiting
+        return alive, waiting
 
     def _put(self, states: list[State]) -> None:
         self._path += states

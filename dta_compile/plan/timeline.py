@@ -10,7 +10,7 @@ import numpy as np
 from dta_compile.plan.cost import Limits
 from dta_compile.plan.peak_memory import bytes_by_op
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule, format_op
-from dta_compile.plan.simulate import Work, held_tokens, work_by_op
+from dta_compile.plan.simulate import Work, interpret
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.views.traces.chrome import TICKS, Counter, Event, Process, Track, as_speedscope
 
@@ -47,16 +47,10 @@ def op_name(op: Op) -> str:
 def op_costs(tree: PrefixTree, schedule: Schedule, limits: Limits) -> Iterator[OpCost]:
     """Yield work and predicted seconds of every op; in a sweep of chunks they sum to `CostModel.estimate`."""
     cost = limits.cost
-    for op, work in zip(schedule.ops, work_by_op(tree, schedule, limits.head_starts), strict=True):
-        match op:
-            case Anchor() | Forward():
-                yield OpCost(op, work, cost.forward.seconds(work))
-            case Backward():
-                yield OpCost(op, work, cost.backward.seconds(work))
-            case Restore(part):
-                yield OpCost(op, work, cost.restore * part.tokens)
-            case _:
-                yield OpCost(op, work, 0.0)
+    for event in interpret(tree, schedule, limits.head_starts):
+        rates = cost.backward if event.graph == "backward" else cost.forward
+        restored = event.op.part.tokens if isinstance(event.op, Restore) else 0
+        yield OpCost(event.op, event.work, rates.seconds(event.work) if event.graph else cost.restore * restored)
 
 
 def processes(
@@ -126,8 +120,8 @@ def _levels(tree: PrefixTree, schedule: Schedule, limits: Limits) -> list[dict[s
     """Return the tokens held after every op by counter name, and bytes where they are known."""
     footprint = limits.footprint
     levels: list[dict[str, float]] = [
-        {"stack tokens": held.stack, "live tokens": held.live, "stored tokens": held.stored}
-        for held in held_tokens(schedule)
+        {f"{name} tokens": tokens for name, tokens in event.held._asdict().items()}
+        for event in interpret(tree, schedule)
     ]
     if not footprint.counts_tokens:
         for level, live in zip(levels, bytes_by_op(tree, schedule, footprint, limits.head_starts), strict=True):

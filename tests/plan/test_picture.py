@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dta_compile.errors import PlanError
-from dta_compile.plan import Plan, Schedule, bytes_by_op, held_tokens, peak_bytes, plan
+from dta_compile.plan import Plan, Schedule, bytes_by_op, interpret, peak_bytes, plan
 from tests.support.pages import read_page
 
 SEQUENCES = [[5, 6, 7, 8], [5, 6, 7, 9, 10], [5, 6], [], [11], [5, 6, 7, 8]]
@@ -68,7 +68,7 @@ def test_ops_are_as_printed_and_every_token_has_a_chunk(made, page_of):
 
 def test_levels_are_those_of_the_simulation():
     made = plan(SEQUENCES, chunk_size=2, memory_budget=30, bytes_per_token=10, kv_bytes_per_token=2)
-    held = list(held_tokens(made.schedule))
+    held = [event.held for event in interpret(made.prefix_tree, made.schedule)]
     live = list(bytes_by_op(made.prefix_tree, made.schedule, made.limits.footprint))
     assert len(held) == len(live) == made.stats.ops
     assert held[-1] == (0, 0, 0) and live[-1].kept == 0, "nothing is left in the end"

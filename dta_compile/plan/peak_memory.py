@@ -155,7 +155,7 @@ def bytes_by_op(
     stored: dict[Chunk, float] = {}  # KV and results of attention, until they are part of a graph
     total = 0.0
     for event in interpret(tree, schedule, head_starts):
-        before, running = total, footprint.while_running(event.graph, event.work)
+        before, running = total, footprint.while_running(event.op.graph, event.work)
         match event.op:
             case Anchor(chunk, _, kv) as op if op.keeps:
                 stored[chunk] = footprint.kv(chunk) * kv + footprint.results(chunk) * op.results

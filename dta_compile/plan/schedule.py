@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from dta_compile.errors import ScheduleError
 from dta_compile.plan.tree.chunk import Chunk, Slice
@@ -53,6 +53,11 @@ class Anchor:
         """Whether KV or results of attention are kept for the second phase."""
         return self.kv or self.results
 
+    @property
+    def graph(self) -> str:
+        """The graph of the chunk that it runs."""
+        return "forward_only" if self.out else "cache_only"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Forward:
@@ -61,6 +66,7 @@ class Forward:
     chunk: Chunk
     out: bool = False
     states: tuple[int, ...] = ()
+    graph: ClassVar[str] = "forward"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,6 +74,7 @@ class Attach:
     """Make the losses of `sequences` due; all their outputs have been written."""
 
     sequences: tuple[int, ...]
+    graph: ClassVar[str] = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,6 +86,7 @@ class Backward:
     """
 
     chunk: Chunk
+    graph: ClassVar[str] = "backward"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +94,7 @@ class Pop:
     """Take `part` off the top of the stack."""
 
     part: Slice
+    graph: ClassVar[str] = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,6 +105,7 @@ class Restore:
     """
 
     part: Slice
+    graph: ClassVar[str] = ""
 
 
 Op = Anchor | Forward | Attach | Backward | Pop | Restore

@@ -99,15 +99,13 @@ class Event(NamedTuple):
     """Effect of one op of a legal schedule.
 
     Attributes:
-        op: the op.
-        graph: the graph that it runs, "cache_only", "forward_only", "forward" or "backward"; "" if it runs none.
+        op: the op; `op.graph` is the graph that it runs, "" if it runs none.
         work: amount of work; a forward that reads kept results of attention has no query-key pairs.
         held: tokens held after the op.
         states, state_gradients: most running states, and gradients waiting for states, that exist while it runs.
     """
 
     op: Op
-    graph: str
     work: Work
     held: Held
     states: int
@@ -121,22 +119,22 @@ def interpret(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None
     with_results: set[Chunk] = set()
     depth = live = kept = 0
     for op in schedule.ops:
-        graph, work = "", Work()
+        work = Work()
         match op:
             case Anchor(chunk, out):
-                graph, work = "forward_only" if out else "cache_only", chunk_work(tree, chunk, head_starts, out)
+                work = chunk_work(tree, chunk, head_starts, out)
                 if op.kv and chunk.spine is not None:
                     stored[chunk] = chunk.spine.tokens
                     kept += chunk.spine.tokens
                 if op.results:
                     with_results.add(chunk)
             case Forward(chunk):
-                graph, work, live = "forward", chunk_work(tree, chunk, head_starts), live + chunk.tokens
+                work, live = chunk_work(tree, chunk, head_starts), live + chunk.tokens
                 if chunk in with_results:
                     with_results.remove(chunk)
                     work = work._replace(pairs=0)
             case Backward(chunk):
-                graph, work, live = "backward", chunk_work(tree, chunk, head_starts), live - chunk.tokens
+                work, live = chunk_work(tree, chunk, head_starts), live - chunk.tokens
                 kept -= stored.pop(chunk, 0)
             case Restore(part):
                 depth = part.stop
@@ -144,7 +142,7 @@ def interpret(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None
                 depth = part.start
         if isinstance(op, (Anchor, Forward)) and op.chunk.spine is not None:
             depth = op.chunk.spine.stop
-        yield Event(op, graph, work, Held(depth, live, kept), *states.step(op))
+        yield Event(op, work, Held(depth, live, kept), *states.step(op))
 
 
 def simulate(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None) -> Simulation:
@@ -162,9 +160,9 @@ def simulate(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None 
     for event in interpret(tree, schedule, head_starts):
         peak = Held(*map(max, peak, event.held))
         states, gradients = max(states, event.states), max(gradients, event.state_gradients)
-        if event.graph == "backward":
+        if event.op.graph == "backward":
             backward = backward.plus(event.work)
-        elif event.graph == "cache_only" and schedule.sweep == "stages":
+        elif event.op.graph == "cache_only" and schedule.sweep == "stages":
             rebuilt = rebuilt.plus(event.work)
         else:
             forward = forward.plus(event.work)

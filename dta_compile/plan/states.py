@@ -49,7 +49,7 @@ def with_states(tree: PrefixTree, schedule: Schedule) -> Schedule:
 
 def _sources(tree: PrefixTree, ops: Sequence[Op]) -> dict[int, int]:
     """Map the position of a restore to that of the anchor or forward whose spine it copies; -1 if none is kept."""
-    kept, sources = _KeptSpines[int](tree), {}
+    kept, sources = KeptSpines[int](tree), {}
     for position, op in enumerate(ops):
         match op:
             case Restore(part):
@@ -82,25 +82,32 @@ def _kept_spine(op: Anchor | Forward) -> Slice | None:
     return op.chunk.spine if isinstance(op, Forward) or op.kv else None
 
 
-class _KeptSpines(Generic[Kept]):
-    """Values kept per spine, looked up by any part of the spine. A spine replaces one with the same first token."""
+class KeptSpines(Generic[Kept]):
+    """Values kept per spine, looked up by any part of the spine. A spine replaces one with the same first token.
+
+    Attributes:
+        values: the kept values, by first row of the spine.
+    """
 
     def __init__(self, tree: PrefixTree) -> None:
         self.tree = tree
-        self.first_row = np.full(tree.num_rows, -1)  # by row: first row of the spine that covers it
-        self.kept: dict[int, Kept] = {}  # by first row of the spine
+        self.values: dict[int, Kept] = {}
+        self._first_row = np.full(tree.num_rows, -1)  # by row: first row of the spine that covers it
 
     def keep(self, spine: Slice, value: Kept) -> None:
+        """Keep a value for a spine."""
         ranges = self.tree.row_ranges(spine.sequence, spine.start, spine.stop)
         for start, stop in ranges:
-            self.first_row[start:stop] = ranges[0][0]
-        self.kept[ranges[0][0]] = value
+            self._first_row[start:stop] = ranges[0][0]
+        self.values[ranges[0][0]] = value
 
     def forget(self, spine: Slice) -> Kept | None:
-        return self.kept.pop(self.tree.row_at(spine.sequence, spine.start), None)
+        """Remove and return the value of the spine with this first token, if any."""
+        return self.values.pop(self.tree.row_at(spine.sequence, spine.start), None)
 
     def of(self, part: Slice) -> Kept | None:
-        return self.kept.get(int(self.first_row[self.tree.row_at(part.sequence, part.start)]))
+        """Return the value of the spine that covers a part, if any."""
+        return self.values.get(int(self._first_row[self.tree.row_at(part.sequence, part.start)]))
 
 
 class LiveStates:
@@ -109,7 +116,7 @@ class LiveStates:
     def __init__(self, tree: PrefixTree, schedule: Schedule) -> None:
         self._in_use = any(isinstance(op, (Anchor, Forward)) and op.states for op in schedule.ops)
         self._path: list[State] = []  # on the stack, ascending
-        self._kept = _KeptSpines[list[State]](tree)
+        self._kept = KeptSpines[list[State]](tree)
         self._holders: Counter[State] = Counter()  # reference counts: the stack and a kept chunk
         self._waiting: list[int] = []  # ascending depths at which a gradient waits
         self._runs = 0

@@ -48,9 +48,9 @@ def op_costs(tree: PrefixTree, schedule: Schedule, limits: Limits) -> Iterator[O
     """Yield work and predicted seconds of every op; in a sweep of chunks they sum to `CostModel.estimate`."""
     cost = limits.cost
     for event in interpret(tree, schedule, limits.head_starts):
-        rates = cost.backward if event.graph == "backward" else cost.forward
+        rates = cost.backward if event.op.graph == "backward" else cost.forward
         restored = event.op.part.tokens if isinstance(event.op, Restore) else 0
-        yield OpCost(event.op, event.work, rates.seconds(event.work) if event.graph else cost.restore * restored)
+        yield OpCost(event.op, event.work, rates.seconds(event.work) if event.op.graph else cost.restore * restored)
 
 
 def processes(

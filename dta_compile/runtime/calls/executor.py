@@ -20,7 +20,8 @@ from dta_compile.executable.pieces import NO_CODES, Codes, running
 from dta_compile.plan import Segment, Work, segments
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore
 from dta_compile.plan.simulate import attention_pairs
-from dta_compile.plan.tree.chunk import Chunk, Slice
+from dta_compile.plan.states import KeptSpines
+from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.runtime.calls.pending_ops import PendingOps
 from dta_compile.runtime.calls.schedule_buffers import ScheduleBuffers
 from dta_compile.runtime.measure.profiler import named
@@ -129,16 +130,15 @@ class Executor:
             self.transposes = self.joint.transposes(data.whole)
         self.head_rows = rows.position_rows[rows.head_positions]  # [H] tree row of every head row
         self.graphs: dict[Chunk, Graph | None] = {}  # None: skipped
-        self.kept: dict[int, SpineStates] = {}  # by the first row of the spine
+        self.kept = KeptSpines[SpineStates](rows.tree)
         self.results: dict[Chunk, dict[int, Tensors]] = {}  # results of attention, by layer
-        self.spine_of_row = np.full(rows.tree.num_rows, -1)  # first row of the kept spine that covers the row
         self.pending = PendingOps()
         self.buffers = ScheduleBuffers()
 
     @property
     def keeps(self) -> bool:
         """Whether graphs, spine states or results of attention are kept from the ops that have run."""
-        return bool(self.graphs or self.kept or self.results)
+        return bool(self.graphs or self.kept.values or self.results)
 
     def leave_path(self) -> None:
         """Release the memory of the (empty) stack; the backward is given a new one."""
@@ -185,7 +185,9 @@ class Executor:
                     case Anchor():
                         self._anchor(op)
                     case Restore(part):
-                        self._restore(part)
+                        states = self.kept.of(part)
+                        assert states is not None, part
+                        self.path.put(states, part.start, part.stop)
 
     def _anchor(self, op: Anchor) -> None:
         chunk = op.chunk
@@ -201,7 +203,7 @@ class Executor:
         if op.out:
             self._write(chunk, batch_chunk, results)
         if op.kv and chunk.spine is not None:
-            self._keep(chunk.spine, self.path.copy(chunk.spine.start, chunk.spine.stop))
+            self.kept.keep(chunk.spine, self.path.copy(chunk.spine.start, chunk.spine.stop))
 
     def _forward(self, op: Forward, only_for_backward: bool) -> None:
         chunk, out = op.chunk, op.out
@@ -226,14 +228,14 @@ class Executor:
         if chunk.spine is not None:
             states = [tuple(values[i] for i in positions) for positions in self.joint.saved_states]
             running = self.path.snapshots(chunk.spine.start, chunk.spine.stop)
-            self._keep(chunk.spine, SpineStates(chunk.spine.start, states, running))
+            self.kept.keep(chunk.spine, SpineStates(chunk.spine.start, states, running))
 
     def _backward(self, op: Backward) -> None:
         chunk = op.chunk
         graph = self.graphs.pop(chunk)
         if chunk.spine is not None:
             self.pending.cut(chunk.start)  # ops that restore its own spine
-            self._forget(chunk.spine)
+            self.kept.forget(chunk.spine)
         if graph is None or not self._has_gradient(chunk, graph.chunk):
             return
         self._complete_stack()
@@ -306,19 +308,6 @@ class Executor:
         if count < rows:
             gradient[count:] = 0
         return gradient.to(value.dtype)
-
-    def _keep(self, spine: Slice, states: SpineStates) -> None:
-        ranges = self.rows.tree.row_ranges(spine.sequence, spine.start, spine.stop)
-        for start, stop in ranges:
-            self.spine_of_row[start:stop] = ranges[0][0]
-        self.kept[ranges[0][0]] = states
-
-    def _forget(self, spine: Slice) -> None:
-        self.kept.pop(self.rows.tree.row_at(spine.sequence, spine.start), None)
-
-    def _restore(self, part: Slice) -> None:
-        states = self.kept[int(self.spine_of_row[self.rows.tree.row_at(part.sequence, part.start)])]
-        self.path.put(states, part.start, part.stop)
 
     def _on_batch(self, chunk: Chunk, heads: bool = True) -> BatchChunk:
         tree, starts, device = self.rows.tree, self.rows.head_starts, self.path.device

@@ -109,7 +109,8 @@ class PlannedCall(Call):
         if generated is None:
             return NO_CODES
         # Ranks that run a call together must run the same code, or their results would round differently.
-        return generated.prepare(sorted(_graphs(self.plan)), wait=self.context.ranks.several)
+        graphs = {op.graph for _, schedule in self.plan.schedule.kinds for op in schedule.ops if op.graph}
+        return generated.prepare(sorted(graphs), wait=self.context.ranks.several)
 
     def executor(self, part: Part | None = None) -> Executor:
         """Return an executor for a part (default: all stages of a chunk), with a fresh or leased stack."""
@@ -119,7 +120,8 @@ class PlannedCall(Call):
             self.plan.estimates.codegen = str(self.executable.joint.generated)
         data, frontier, lease = self._chunk_data(part), [self.executable.frontier[i] for i in part.frontier], None
         cache, watch = self.context.replays, self.stopwatch
-        if cache is not None and part is self.executable.whole and cache.pays(self.device, _runs(self.plan)):
+        runs = [op.chunk.tokens for op in self.plan.schedule.ops if isinstance(op, (Anchor, Forward, Backward))]
+        if cache is not None and part is self.executable.whole and cache.pays(self.device, runs):
             layers, capacity, attention = self._layers(part), self._capacity, self.context.options.attention
             parameters = data.whole[: len(self.executable.region_parameters)]
             lease = cache.lease(*layers, capacity, self.device, attention, parameters, codes)
@@ -372,24 +374,6 @@ class Run:
     frontier: Sequence[torch.Tensor]
     outputs: tuple[Any, ...]
     outputs_of: Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]
-
-
-def _runs(plan: Plan) -> list[int]:
-    """Return the number of tokens of every chunk run of a schedule."""
-    return [op.chunk.tokens for op in plan.schedule.ops if isinstance(op, (Anchor, Forward, Backward))]
-
-
-def _graphs(plan: Plan) -> set[str]:
-    names: set[str] = set()
-    for op in (op for _, schedule in plan.schedule.kinds for op in schedule.ops):
-        match op:
-            case Anchor(_, out):
-                names.add("forward_only" if out else "cache_only")
-            case Forward():
-                names.add("forward")
-            case Backward():
-                names.add("backward")
-    return names
 
 
 def _is_one_number(table: torch.Tensor) -> bool:

@@ -5,8 +5,8 @@ the i-th argument. It returns the `Layout` of the result, a tuple of them for se
 `pointwise` is the rule of element-wise operators.
 """
 
-from dta_compile.executable.layouts import Axis, Frame, Layout
+from dta_compile.executable.layouts import Axis, Flat, Frame, Layout
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule
 from dta_compile.passes.axes.token_rules import pointwise
 
-__all__ = ["Arguments", "Axis", "Frame", "Layout", "MixesTokens", "Rule", "pointwise"]
+__all__ = ["Arguments", "Axis", "Flat", "Frame", "Layout", "MixesTokens", "Rule", "pointwise"]

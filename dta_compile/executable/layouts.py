@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import math
 
 import sympy
 
@@ -31,6 +33,42 @@ class Axis(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
+class Flat:
+    """Dimension that flattens sequences and tokens with features: `(BATCH, TOKEN, 4)` is `[B * T * 4]`.
+
+    Only values inside of the token region have such dimensions. Equal ones are one object (`flat`), like axes.
+    """
+
+    factors: tuple[Axis | int, ...]
+
+    @property
+    def is_over_tokens(self) -> bool:
+        """Return whether one of the factors runs over tokens."""
+        return Axis.TOKEN in self.factors
+
+    @property
+    def is_over_sequences(self) -> bool:
+        """Return whether one of the factors runs over sequences."""
+        return Axis.BATCH in self.factors
+
+    @property
+    def features(self) -> int:
+        """Return the number of entries per token, or per sequence if there are no tokens."""
+        return math.prod(factor for factor in self.factors if isinstance(factor, int))
+
+    @property
+    def value(self) -> str:
+        """Return the factors as text."""
+        return "*".join(str(factor.value if isinstance(factor, Axis) else factor) for factor in self.factors)
+
+
+@functools.cache
+def flat(factors: tuple[Axis | int, ...]) -> Flat:
+    """Return the one `Flat` with these factors."""
+    return Flat(factors)
+
+
+@dataclasses.dataclass(frozen=True)
 class Frame:
     """Token positions that a token axis covers: `[start, start + length)`; a start of None is not known yet."""
 
@@ -42,7 +80,7 @@ class Frame:
 class Layout:
     """The axis of each dimension of a tensor (None: features), and the frame of its token axis."""
 
-    dims: tuple[Axis | None, ...]
+    dims: tuple[Axis | Flat | None, ...]
     frame: Frame | None = None
 
     @property
@@ -64,6 +102,11 @@ class Layout:
     def is_over_sequences(self) -> bool:
         """Return whether a dimension runs over sequences, alone or flattened with their tokens."""
         return any(axis is not None and axis.is_over_sequences for axis in self.dims)
+
+    @property
+    def has_flat(self) -> bool:
+        """Return whether a dimension flattens sequences or tokens with features."""
+        return any(isinstance(axis, Flat) for axis in self.dims)
 
     @property
     def labelled(self) -> bool:

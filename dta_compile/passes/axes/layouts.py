@@ -10,8 +10,9 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.executable.layouts import Axis, Frame, Layout
+from dta_compile.executable.layouts import Axis, Flat, Frame, Layout
 from dta_compile.ops.mixer import MIXERS
+from dta_compile.passes.graphs.nodes import is_uniform
 from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES
 from dta_compile.passes.symbols import hint, sizes
 
@@ -65,12 +66,13 @@ def broadcast(
     `beside` is the layout of one more operand that is no argument of the node. `at_left` aligns operands at the left.
     """
     operands = [arg for arg in (operands or node.all_input_nodes) if is_tensor(arg)]
-    layouts = [arguments[arg] for arg in operands] + ([beside] if beside else [])
-    rank = max(len(layout.dims) for layout in layouts)
-    frame = unify_frames([layout.frame for layout in layouts if layout.token_dim is not None])
-    dims: list[Axis | None] = []
+    layouts = [arguments[arg] for arg in operands if not is_uniform(arg)] + ([beside] if beside else [])
+    uniform = [arguments[arg] for arg in operands if is_uniform(arg)]  # axes and frames of others go first
+    rank = max(len(layout.dims) for layout in (*layouts, *uniform))
+    frame = unify_frames(_frames(layouts) or _frames(uniform))
+    dims: list[Axis | Flat | None] = []
     for dim in range(rank):
-        axes = {axis for layout in layouts if (axis := _aligned(layout, rank, dim, at_left)) is not None}
+        axes = _axes(layouts, rank, dim, at_left) or _axes(uniform, rank, dim, at_left)
         if len(axes) > 1:
             raise MixesTokens("it combines the batch axis with the token axis")
         dims.append(next(iter(axes), None))
@@ -80,24 +82,25 @@ def broadcast(
     return single_token_axis(result)
 
 
-def _aligned(layout: Layout, rank: int, dim: int, at_left: bool) -> Axis | None:
-    own = dim if at_left else dim - (rank - len(layout.dims))
-    return layout.dims[own] if 0 <= own < len(layout.dims) else None
+def _frames(layouts: Sequence[Layout]) -> list[Frame | None]:
+    return [layout.frame for layout in layouts if layout.token_dim is not None]
+
+
+def _axes(layouts: Sequence[Layout], rank: int, dim: int, at_left: bool) -> set[Axis | Flat]:
+    """Return the axes of some operands along a dimension of the result."""
+    places = ((layout.dims, dim if at_left else dim - (rank - len(layout.dims))) for layout in layouts)
+    return {axis for dims, own in places if 0 <= own < len(dims) and (axis := dims[own]) is not None}
 
 
 def _adopt_operand(arg: fx.Node, result: Layout, rank: int, arguments: Arguments, at_left: bool) -> None:
     """Give a dense operand the axes and frame of the result where its sizes match; raise `MixesTokens` elsewhere."""
-    layout, shape = arguments[arg], sizes(arg)
-    dims = list(layout.dims)
+    shape = sizes(arg)
+    dims: list[Axis | Flat | None] = [None] * len(shape) if is_uniform(arg) else list(arguments[arg].dims)
     for own, size in enumerate(shape):
         axis = result.dims[own if at_left else own + rank - len(shape)]
         if dims[own] is None and axis is not None and size != 1:
-            if (
-                axis is not Axis.TOKEN
-                or not arguments.dense(arg)
-                or result.frame is None
-                or size != result.frame.length
-            ):
+            is_all_tokens = axis is Axis.TOKEN and result.frame is not None and size == result.frame.length
+            if not (is_uniform(arg) or (is_all_tokens and arguments.dense(arg))):
                 raise MixesTokens(f"it lines up {arg.name} (size {size}) with the {axis.value} axis")
             dims[own] = axis
     frame = result.frame if Layout(tuple(dims)).token_dim is not None else None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from dta_compile.executable.layouts import Axis, Frame, Layout
+from dta_compile.executable.layouts import Axis, Flat, Frame, Layout, flat
 from dta_compile.passes.axes.layouts import (
     Arguments,
     MixesTokens,
@@ -21,9 +22,11 @@ from dta_compile.passes.axes.layouts import (
 from dta_compile.passes.symbols import expression, sizes
 
 aten = torch.ops.aten
-FLATTENED: dict[tuple[Axis | None, ...], Axis] = {
-    (Axis.BATCH, Axis.TOKEN): Axis.ROWS,
-    (Axis.TOKEN, Axis.BATCH): Axis.TOKEN_ROWS,
+AnyAxis = Axis | Flat
+Factor = tuple[AnyAxis | None, sympy.Expr]  # of a dimension: an axis, or None for features, and its size
+FLATTENED: dict[Any, tuple[Axis, Axis]] = {
+    Axis.ROWS: (Axis.BATCH, Axis.TOKEN),
+    Axis.TOKEN_ROWS: (Axis.TOKEN, Axis.BATCH),
 }
 
 
@@ -76,7 +79,7 @@ def expand(node: fx.Node, arguments: Arguments) -> Layout:
     source = node.args[0]
     layout, before, after = arguments[source], sizes(source), sizes(node)
     added = len(after) - len(before)
-    dims: list[Axis | None] = []
+    dims: list[AnyAxis | None] = []
     for i, size in enumerate(after):
         if i >= added and (before[i - added] != 1 or size == 1):
             dims.append(layout.dims[i - added])
@@ -88,28 +91,73 @@ def expand(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def view(node: fx.Node, arguments: Arguments) -> Layout:
-    """Rule for reshapes: axes may stay, merge (batch, token) into rows, or split rows, never merge with features."""
+    """Rule for reshapes: sequences, tokens and features are flattened together, and taken apart again."""
     source = node.args[0]
     layout, before, after = arguments[source], sizes(source), sizes(node)
-    dims: list[Axis | None] = [None] * len(after)
+    dims: list[AnyAxis | None] = [None] * len(after)
     for group_in, group_out in reshape_groups(before, after):
-        labelled = [layout.dims[i] for i in group_in if before[i] != 1]
-        targets = [j for j in group_out if after[j] != 1]
-        if not any(labelled):
+        flattened = [factor for i in group_in if before[i] != 1 for factor in factors(layout, i, before[i])]
+        if all(axis is None for axis, _ in flattened):
             continue
-        if len(labelled) == len(targets) == 1:
-            dims[targets[0]] = labelled[0]
-        elif len(targets) == 1 and tuple(labelled) in FLATTENED:
-            dims[targets[0]] = FLATTENED[tuple(labelled)]
-        elif len(targets) == 2 and len(labelled) == 1 and labelled[0] in FLATTENED.values():
-            dims[targets[0]], dims[targets[1]] = next(axes for axes, flat in FLATTENED.items() if flat is labelled[0])
-        else:
+        targets = [j for j in group_out if after[j] != 1]
+        regrouped = _regrouped(flattened, [after[j] for j in targets])
+        if regrouped is None:
             raise MixesTokens(f"it reshapes {layout} of sizes {before} to {after}, across the token axis")
+        for j, axis in zip(targets, regrouped, strict=True):
+            dims[j] = axis
     _keep_single_token(layout, dims, after)
-    return Layout(tuple(dims), layout.frame)
+    result = Layout(tuple(dims), layout.frame)
+    if result.has_flat and result.token_dim is None:
+        raise MixesTokens(f"it reshapes {layout} of sizes {before} to {after}, across the batch axis")
+    return result
 
 
-def _keep_single_token(layout: Layout, dims: list[Axis | None], after: Sequence[sympy.Expr]) -> None:
+def factors(layout: Layout, dim: int, size: sympy.Expr) -> list[Factor]:
+    """Return what a dimension flattens, the slowest first."""
+    axis = layout.dims[dim]
+    parts = axis.factors if isinstance(axis, Flat) else FLATTENED.get(axis, ())
+    if not parts or layout.frame is None:
+        return [(axis, size)]
+    counts: dict[Axis | int, sympy.Expr] = {part: sympy.Integer(part) for part in parts if isinstance(part, int)}
+    counts[Axis.TOKEN] = layout.frame.length
+    sequences = sympy.cancel(size / sympy.Mul(*(counts[part] for part in parts if part is not Axis.BATCH)))
+    return [(part if isinstance(part, Axis) else None, counts.get(part, sequences)) for part in parts]
+
+
+def _regrouped(flattened: list[Factor], shape: Sequence[sympy.Expr]) -> list[AnyAxis | None] | None:
+    """Return the axes of dimensions of these sizes that hold all factors in order; None if one cuts an axis."""
+    left, dims = list(flattened), []
+    for size in shape:
+        parts: list[AnyAxis | int] = []
+        while size != 1:
+            if not left:
+                return None
+            axis, own = left.pop(0)
+            rest = sympy.cancel(size / own)
+            if axis is None and own.is_Integer and rest != 1 and (1 / rest).is_Integer:
+                left.insert(0, (None, 1 / rest))
+                own, rest = size, sympy.Integer(1)
+            if rest.as_numer_denom()[1] != 1 or (axis is None and not own.is_Integer):
+                return None
+            if axis is None and parts and isinstance(parts[-1], int):
+                parts[-1] *= int(own)
+            else:
+                parts.append(int(own) if axis is None else axis)
+            size = rest
+        if len(parts) > 1 and any(isinstance(part, Flat) or part in FLATTENED for part in parts):
+            return None  # of tokens at unknown positions
+        dims.append(_joined(tuple(parts)))
+    return None if left else dims
+
+
+def _joined(parts: tuple[AnyAxis | int, ...]) -> AnyAxis | None:
+    if len(parts) == 1:
+        return None if isinstance(parts[0], int) else parts[0]
+    rows = next((axis for axis, both in FLATTENED.items() if both == parts), None)
+    return rows or flat(parts)
+
+
+def _keep_single_token(layout: Layout, dims: list[AnyAxis | None], after: Sequence[sympy.Expr]) -> None:
     """Keep the token axis of a window of one token: it is the first unlabelled dimension of size one."""
     if layout.token_dim is None or Layout(tuple(dims)).token_dim is not None:
         return

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Mapping
+from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.executable.layouts import Axis, Frame, Input, InputKind, Layout
+from dta_compile.executable.layouts import Axis, Flat, Frame, Input, InputKind, Layout
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule, batch_and_tokens, mixer_calls
 from dta_compile.passes.axes.position_tables import index_position_tables
+from dta_compile.passes.axes.shape_rules import FLATTENED
 from dta_compile.passes.axes.token_rules import pointwise, rule_for
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.program import (
@@ -201,9 +203,10 @@ def _interpret(
 ) -> Value:
     if not has_tensor(node):
         return None
-    dense = node not in program.parameter_dependent
     value = apply_rule(program, node, program.values, layouts)
-    if not dense:
+    if isinstance(value, Layout) and value.has_flat and value.frame is not None and value.frame.start is not None:
+        program.parameter_dependent.add(node)  # type: ignore[attr-defined]  # no other region has such values
+    if node in program.parameter_dependent:
         return _in_own_batch(program, node, value) if isinstance(value, Layout) else value
     # Outside the token region any operator may run: shapes say where the axes are, and token-wise ones pass on roots.
     # Not so what gives a value axes that its arguments lack (a slice of a buffer): nothing else tells its positions.
@@ -289,7 +292,9 @@ def _contradiction(program: Program, node: fx.Node, value: Value) -> str | None:
                     return f"a feature dimension of its result has the size {size}, which depends on the batch"
                 continue
             both = [program.batch or 1, length]
-            factors = {Axis.BATCH: [program.batch], Axis.TOKEN: [length]}.get(axis, both)
+            counts: dict[Any, Any] = {Axis.BATCH: program.batch, Axis.TOKEN: length}
+            parts = axis.factors if isinstance(axis, Flat) else [axis]
+            factors = both if axis in FLATTENED else [counts.get(part, part) for part in parts]
             expected = None if None in factors else sympy.Mul(*factors)
             if expected is None or (size != expected and sympy.simplify(size - expected) != 0):
                 return f"its result {layout} has {size} entries along {axis.value}, not {expected}"

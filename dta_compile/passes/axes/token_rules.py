@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import OptionError
-from dta_compile.executable.layouts import Axis, Layout
+from dta_compile.executable.layouts import Axis, Flat, Layout
 from dta_compile.ops.collectives import ALONG_THE_LAST, EMBEDDING_PART, ENTRY_BY_ENTRY
 from dta_compile.ops.experts import EXPERT_LINEAR, EXPERT_SUM
 from dta_compile.ops.mixer import BATCH, MIXERS, TOKENS
@@ -90,7 +90,7 @@ def matmul(left: int, right: int) -> Rule:
     return rule
 
 
-def _same_axis(a: Axis | None, b: Axis | None) -> Axis | None:
+def _same_axis(a: Axis | Flat | None, b: Axis | Flat | None) -> Axis | Flat | None:
     if a is not b:
         raise MixesTokens("it multiplies along different axes")
     return a

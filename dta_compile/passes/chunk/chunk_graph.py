@@ -17,7 +17,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from dta_compile.errors import RefusalError
-from dta_compile.executable.layouts import Axis, InputKind, Layout
+from dta_compile.executable.layouts import Axis, Flat, InputKind, Layout
 from dta_compile.ops.mixer import has_several_results
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import is_uniform
@@ -132,8 +132,7 @@ class _Builder:
             if not in_head or node not in program.trunk or not per_token:
                 return copy
             if node not in self.gathered:
-                dim = program.layout(node).row_dim
-                self.gathered[node] = self.graph.call_function(aten.index_select.default, (copy, dim, self.head_rows))
+                self.gathered[node] = self._at_head_rows(copy, program.layout(node), sizes(node))
             return self.gathered[node]
         layout = self._layout(node, reader)
         if isinstance(layout, Layout) and reader is not None:
@@ -152,6 +151,20 @@ class _Builder:
                 got=f"{node.name} = {node.target}",
             )
         return self.copies[node]
+
+    def _at_head_rows(self, value: fx.Node, layout: Layout, shape: tuple[Any, ...]) -> fx.Node:
+        dim = layout.row_dim
+        assert dim is not None
+        axis, rows = layout.dims[dim], self.head_rows
+        if not isinstance(axis, Flat):
+            return self.graph.call_function(aten.index_select.default, (value, dim, rows))
+        whole = self._chunk_shape(layout, shape, False)
+        known: dict[Any, Any] = {Axis.BATCH: 1, Axis.TOKEN: self.num_tokens}
+        split = [*whole[:dim], *(known.get(factor, factor) for factor in axis.factors), *whole[dim + 1 :]]
+        value = self.graph.call_function(aten.reshape.default, (value, split))
+        tokens = dim + axis.factors.index(Axis.TOKEN)
+        value = self.graph.call_function(aten.index_select.default, (value, tokens, rows))
+        return self.graph.call_function(aten.reshape.default, (value, self._chunk_shape(layout, shape, True)))
 
     def _copy(self, node: fx.Node) -> None:
         in_head = node not in self.program.trunk
@@ -199,10 +212,16 @@ class _Builder:
 
     def _chunk_shape(self, layout: Layout, shape: tuple[Any, ...], in_head: bool) -> list[Any]:
         rows = self.num_head_rows if in_head else self.num_tokens
-        return [
-            rows if i == layout.row_dim else 1 if axis is Axis.BATCH else int(size)
-            for i, (axis, size) in enumerate(zip(layout.dims, shape, strict=True))
-        ]
+
+        def size_of(dim: int) -> Any:
+            axis = layout.dims[dim]
+            if not isinstance(axis, Flat):
+                return rows if dim == layout.row_dim else 1 if axis is Axis.BATCH else int(shape[dim])
+            if not axis.is_over_tokens:
+                return axis.features
+            return self.graph.call_function(operator.mul, (rows, axis.features))
+
+        return list(map(size_of, range(len(shape))))
 
     def _add_sizes_used_as_numbers(self, region: list[fx.Node]) -> None:
         """`x / S` must keep the number of tokens of the batch: the prologue hands it over as a scalar tensor."""

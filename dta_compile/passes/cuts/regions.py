@@ -14,8 +14,9 @@ from dta_compile.errors import RefusalError
 from dta_compile.executable.executable import Use
 from dta_compile.executable.layouts import Layout
 from dta_compile.passes.axes.layouts import memory_order
+from dta_compile.passes.axes.shape_rules import factors
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.graphs.nodes import may_have_gradient
+from dta_compile.passes.graphs.nodes import SizeNodes, call, may_have_gradient
 from dta_compile.passes.graphs.operators import DROPOUTS, MATRIX_PRODUCTS
 from dta_compile.passes.graphs.subgraph import bytes_per_token, cheapest_cut, is_per_token
 from dta_compile.passes.masks.entries import leaves_of_masks
@@ -31,15 +32,13 @@ aten = torch.ops.aten
         "training",
         "batch",
         "tokens",
-        "values",
-        "parameter_dependent",
         "mixers",
         "mixer_nodes",
         "draws",
         "other_batches",
     ],
     fills=["region", "frontier", "dense_layer"],
-    rewrites=["module"],
+    rewrites=["module", "values", "parameter_dependent"],
 )
 def regions(program: Program) -> None:
     """Fill `program.region`, `.frontier` and `.dense_layer`."""
@@ -62,6 +61,8 @@ def regions(program: Program) -> None:
     forced = ancestors(list(forced)) & per_token
     region = cheapest_cut(candidates, lambda node: _cost(program, node), first=forced, last=set(), leaving=feeds_others)
     region |= ancestors(list(region)) & weights.intersection(live)
+    _unflatten(program, region)
+    live = [node for node in program.graph.nodes if node in program.parameter_dependent and node.op != "placeholder"]
     program.region = region
     program.dense_layer = _dense_layer(program, [node for node in live if node not in region], weights)
     caches = cache_outputs(program)
@@ -73,6 +74,28 @@ def regions(program: Program) -> None:
         and _is_handed_over(program, node)
     ]
     _refuse_absolute_strides(program)
+
+
+def _unflatten(program: Program, region: set[fx.Node]) -> None:
+    """Hand over what flattens tokens with features with a dimension for each; readers outside flatten it again."""
+    graph, builder = program.graph, SizeNodes(program.graph)
+    for node in list(graph.nodes):
+        layout, readers = program.values.get(node), {user for user in node.users if user not in region}
+        if node not in region or not readers or not isinstance(layout, Layout) or not layout.has_flat:
+            continue
+        parts = [part for dim, size in enumerate(sizes(node)) for part in factors(layout, dim, size)]
+        known = set(graph.nodes)
+        with node.meta["val"].fake_mode, torch.no_grad(), graph.inserting_before(node.next):
+            split = call(graph, aten.reshape.default, node, [builder.build(size) for _, size in parts])
+            again = call(graph, aten.reshape.default, split, [builder.build(size) for size in sizes(node)])
+        for new in (split, again):
+            new.meta = {**node.meta, "val": new.meta["val"]}
+        node.replace_all_uses_with(again, delete_user_cb=readers.__contains__)
+        region.add(split)
+        added = {new: None for new in graph.nodes if new not in known}
+        axes = Layout(tuple(axis for axis, _ in parts), layout.frame)
+        program.values = {**program.values, **added, split: axes, again: layout}
+        program.parameter_dependent = program.parameter_dependent | {split, again}
 
 
 def _dense_layer(program: Program, epilogue: list[fx.Node], weights: set[fx.Node]) -> str | None:

@@ -178,7 +178,7 @@ def _take_shape_of_row(copy: fx.Node, layout: Value, batch: fx.Node) -> None:
         copy.kwargs = {**copy.kwargs, "size": list(new)}
 
 
-def _size_of_row(size: Any, axis: Axis | None, batch: fx.Node) -> Any:
+def _size_of_row(size: Any, axis: Any, batch: fx.Node) -> Any:
     if axis is Axis.BATCH:
         return 1
     if axis in PER_ROW and size != -1:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from dta_compile.executable.layouts import Layout
+from dta_compile.executable.layouts import Flat, Layout
 from dta_compile.passes.program import ancestors
 
 
@@ -117,9 +117,10 @@ def source_side(network: nx.DiGraph) -> set[Any]:
 
 
 def bytes_per_token(node: fx.Node, layout: Layout) -> float:
-    """Return the bytes per token of a value: the product of its feature dimensions and the element size."""
+    """Return the bytes per token of a value: the product of its features and the element size."""
     value = node.meta["val"]
     features = [int(size) for size, axis in zip(value.shape, layout.dims, strict=True) if axis is None]
+    features += [axis.features for axis in layout.dims if isinstance(axis, Flat)]
     return float(math.prod(features) * value.element_size())
 
 

@@ -48,8 +48,6 @@ from dta_compile.passes.lowering.gradient_flow import (
     whole,
 )
 from dta_compile.passes.lowering.one_length import OneLength
-from dta_compile.passes.lowering.places.kept_places import keep_places, unflatten_places
-from dta_compile.passes.lowering.places.row_products import batch_row_products
 from dta_compile.passes.lowering.repeated_calls import RepeatedCalls, merge_equal_values
 from dta_compile.passes.lowering.row_loops import select_masked_writes
 from dta_compile.passes.lowering.selected_rows import spread_selected_rows
@@ -95,9 +93,6 @@ def lower(program: Program) -> None:
     unsort_slots(module.graph)
     spread_selected_rows(module.graph, set(_inputs(module, program, InputKind.PARAMETER)))
     select_masked_writes(module.graph)
-    batch_row_products(module.graph)
-    keep_places(module.graph)
-    unflatten_places(module.graph)
     _forget_counts(module.graph, program)
     shifts_to_mixers(module.graph, _inputs(module, program, *TRAINED))
     sizes_from_inputs(module.graph)

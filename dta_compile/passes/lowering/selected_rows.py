@@ -10,14 +10,15 @@ all tokens, and those that are not selected do not contribute:
     out.index_add(0, rows, y)       out + (y where selected, else 0)
 
 A condition may have one dimension more than tokens have, for the slots of a token's k experts. If at most one slot of
-a token can be selected, since the experts of a `topk` are distinct, one value has the rows of the selected slots. Else
-there are k values, one per slot. Unproven selections are left; before the last attention they are refused.
+a token can be selected, since the experts of a `topk` are distinct, the rows are those of the selected slots. Else each
+(token, slot) pair is a row. Unproven selections are left; before the last attention they are refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import First, call, descendants, is_item, swaps
 from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, RESHAPES, SQUEEZES, TRANSPOSITIONS
 from dta_compile.passes.lowering.distinct_places import at_most_one
-from dta_compile.passes.lowering.places.row_operators import RowOperators, Rows, Unproven
+from dta_compile.passes.lowering.row_operators import RowOperators, Rows, Unproven
 from dta_compile.passes.program import ancestors, where
 from dta_compile.passes.symbols import sizes
 
@@ -42,10 +43,6 @@ PARTS = (aten.unbind.int, aten.select.int)
 ANY_ORDER = "any_order"  # in the meta of a `nonzero` that replaces slots of an unstable sort
 
 
-class SelectionRefusal(FinalRefusal):
-    """Selected rows are not proven to be used row by row: before the last attention, or in an unstable order."""
-
-
 def spread_selected_rows(graph: fx.Graph, parameters: Collection[fx.Node]) -> None:
     """Replace every selection of rows whose readers work row by row.
 
@@ -54,7 +51,7 @@ def spread_selected_rows(graph: fx.Graph, parameters: Collection[fx.Node]) -> No
         parameters: inputs that gradients may flow to.
 
     Raises:
-        SelectionRefusal: a selection is not proven to be used row by row, and precedes the last attention or replaces
+        FinalRefusal: a selection is not proven to be used row by row, and precedes the last attention or replaces
             slots that an unstable sort orders.
     """
     first = First(())
@@ -105,7 +102,7 @@ def _dims_of_tokens(mask: fx.Node) -> list[int]:
 def _refuse_any_order(makers: list[fx.Node], unproven: Unproven) -> None:
     """Also after the last attention: an unstable sort orders the slots of an expert as no condition does."""
     if any(maker.meta.get(ANY_ORDER) for maker in makers):
-        raise SelectionRefusal(
+        raise FinalRefusal(
             "tokens are sorted by expert in an unstable way, and it is not proven that each is treated by itself",
             where=where(unproven.node),
             expected="operators that work row by row, or a stable sort",
@@ -117,13 +114,13 @@ def _refuse_any_order(makers: list[fx.Node], unproven: Unproven) -> None:
 def _refuse_before_attention(
     graph: fx.Graph, makers: list[fx.Node], parameters: Collection[fx.Node], unproven: Unproven
 ) -> None:
-    """Raise SelectionRefusal, unless the selection reads data alone or follows the last attention (metrics, losses)."""
+    """Raise FinalRefusal, unless the selection reads data alone or follows the last attention (metrics, losses)."""
     mixers = [node for node in graph.nodes if node.target in MIXERS]
     before = ancestors(mixers)
     read = ancestors([*makers, *(user for user in descendants(graph, makers) if user.target in ENTRIES)])
     if before.isdisjoint(makers) or read.isdisjoint(parameters):
         return
-    raise SelectionRefusal(
+    raise FinalRefusal(
         "tokens are selected by a condition, and it is not proven that each selected one is treated by itself",
         where=where(unproven.node),
         expected="operators that work row by row, and index_add or an assignment to the rows they came from",
@@ -226,27 +223,31 @@ class _Spreading:
             raise Unproven("as many rows are selected as another value has", maker)
 
     def _conditions(self) -> None:
-        """Compute the condition as `[N, *slots]`, and as `[N]` for each slot, or for any if at most one is selected."""
+        """Compute the condition as `[N, *slots]`, and of rows: tokens if at most one slot of each is selected."""
         mask = self.mask
         if mask.meta["val"].dtype is not torch.bool:
             mask = call(self.graph, aten.ne.Scalar, mask, 0)
         self.selected = self._rows_first(mask, _Index(mask, {dim: dim for dim in range(len(sizes(mask)))}, 0))
-        chosen = list(itertools.product(*(range(int(sizes(self.mask)[dim])) for dim in self.slots)))
-        self.one_slot = not self.slots or len(chosen) == 1 or at_most_one(self.mask, self.slots)
-        anywhere = self._any_slot(self.selected)
-        conditions = [anywhere] if self.one_slot else [self._at_slot(self.selected, slots) for slots in chosen]
-        self.chosen = chosen
-        self.rows = RowOperators(self.graph, anywhere, conditions)
+        self.number = math.prod(int(sizes(self.mask)[dim]) for dim in self.slots)
+        self.one_slot = self.number == 1 or at_most_one(self.mask, self.slots)
+        rows = self._any_slot(self.selected) if self.one_slot else self._slots_first(self.selected)
+        self.rows = RowOperators(self.graph, rows)
 
     def _any_slot(self, value: fx.Node) -> fx.Node:
         for _ in self.slots:
             value = call(self.graph, aten.any.dim, value, 1)
         return value
 
-    def _at_slot(self, value: fx.Node, slots: Iterable[int]) -> fx.Node:
-        for slot in slots:
-            value = call(self.graph, aten.select.int, value, 1, slot)
-        return value
+    def _slots_first(self, value: fx.Node) -> fx.Node:
+        """Reshape `[N, *slots, ...]` to `[N * k, ...]`."""
+        rest = [int(size) for size in value.meta["val"].shape[1 + len(self.slots) :]]
+        return call(self.graph, aten.reshape.default, value, [-1, *rest])
+
+    def _of_slots(self, value: fx.Node) -> fx.Node:
+        """Reshape `[N * k, ...]` to `[N, *slots, ...]`; rows that are tokens, to `[N, 1, ...]`."""
+        rest = [int(size) for size in value.meta["val"].shape[1:]]
+        slots = [1 if self.one_slot else int(sizes(self.mask)[dim]) for dim in self.slots]
+        return call(self.graph, aten.reshape.default, value, [-1, *slots, *rest])
 
     # ---- The graph, node by node
 
@@ -347,13 +348,14 @@ class _Spreading:
         slots = [dim for dim in index.slots if dim in index.of]
         if slots and slots != index.slots:
             raise Unproven(f"{node.target}: some of the condition's dimensions are left out", node)
-        if not slots:
-            values = [flat]
-        elif self.one_slot:
-            values = [self._at_selected_slot(flat)]
-        else:
-            values = [self._at_slot(flat, chosen) for chosen in self.chosen]
-        rows = [self._moved(value, 0, index.place) for value in values]
+        if slots:
+            flat = self._at_selected_slot(flat) if self.one_slot else self._slots_first(flat)
+        elif not self.one_slot:
+            rest = [int(size) for size in flat.meta["val"].shape[1:]]
+            flat = call(self.graph, aten.unsqueeze.default, flat, 1)
+            flat = call(self.graph, aten.expand.default, flat, [-1, self.number, *(-1 for _ in rest)])
+            flat = call(self.graph, aten.reshape.default, flat, [-1, *rest])
+        rows = self._moved(flat, 0, index.place)
         self.rows.enter(node, Rows(rows, index.place, is_masked=bool(slots) and self.one_slot))
 
     def _at_selected_slot(self, flat: fx.Node) -> fx.Node:
@@ -377,34 +379,23 @@ class _Spreading:
         rank = len(sizes(target)) - len(index.of) + 1  # of the written values
         if not isinstance(source, fx.Node) or not self.rows.is_rows(source):
             raise Unproven(f"{node.target}: what is written are no selected rows", node)
-        written = [self._moved(value, index.place, 0) for value in self.rows.aligned(source, rank, index.place, node)]
-        flat = self._rows_first(target, index)
+        value = self._moved(self.rows.aligned(source, rank, index.place, node), index.place, 0)
+        flat, selected = self._rows_first(target, index), self.rows.selected
+        assert selected is not None
         alpha = {"alpha": node.kwargs["alpha"]} if "alpha" in node.kwargs else {}
         if slots:
-            flat = self._written_at_slots(flat, written, adds)
-        for number, value in enumerate([] if slots else written * (len(self.rows.conditions) // len(written))):
-            condition = self._with_ones(self.rows.conditions[number], value)
-            if adds:
-                outside = call(self.graph, aten.logical_not.default, condition)
-                value = call(self.graph, aten.masked_fill.Scalar, value, outside, 0)
-                flat = call(self.graph, aten.add.Tensor, flat, value, **alpha)
-            else:
-                flat = call(self.graph, aten.where.self, condition, value, flat)
+            value, selected = self._of_slots(value), self.selected
+            value = call(self.graph, aten.add.Tensor, flat, value) if adds else value
+        elif adds:
+            outside = call(self.graph, aten.logical_not.default, self._with_ones(selected, value))
+            value = call(self.graph, aten.masked_fill.Scalar, value, outside, 0)
+            if not self.one_slot:
+                dims, dtype = list(range(1, 1 + len(self.slots))), value.meta["val"].dtype
+                value = call(self.graph, aten.sum.dim_IntList, self._of_slots(value), dims, dtype=dtype)
+            flat = call(self.graph, aten.add.Tensor, flat, value, **alpha)
+        if slots or not adds:
+            flat = call(self.graph, aten.where.self, self._with_ones(selected, flat), value, flat)
         self.exits.append((node, self._rows_back(flat, target, index)))
-
-    def _written_at_slots(self, flat: fx.Node, written: list[fx.Node], adds: bool) -> fx.Node:
-        """Write or add one value per slot to `[N, *slots, ...]` where the condition holds."""
-        for dim in range(len(self.slots)):
-            written = [call(self.graph, aten.unsqueeze.default, value, 1 + dim) for value in written]
-        if len(written) > 1:
-            value = call(self.graph, aten.cat.default, written, 1)
-            shape = [self.rows.count(), *map(int, flat.meta["val"].shape[1:])]
-            value = call(self.graph, aten.view.default, value, shape)
-        else:
-            value = written[0]
-        if adds:
-            value = call(self.graph, aten.add.Tensor, flat, value)
-        return call(self.graph, aten.where.self, self._with_ones(self.selected, flat), value, flat)
 
     def _require_tokens(self, node: fx.Node, value: fx.Node, index: _Index) -> None:
         for dim, size in enumerate(sizes(index.mask)):

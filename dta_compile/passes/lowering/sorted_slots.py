@@ -34,7 +34,7 @@ from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import First, call, is_float, is_item
 from dta_compile.passes.graphs.operators import COPIES, RANGES, RESHAPES
 from dta_compile.passes.lowering.expert_counts import SORTS, Counts, is_exact_cast
-from dta_compile.passes.lowering.places.row_operators import RowOperators, Rows, Unproven
+from dta_compile.passes.lowering.row_operators import RowOperators, Rows, Unproven
 from dta_compile.passes.lowering.selected_rows import ANY_ORDER
 from dta_compile.passes.lowering.slot_numbers import (
     INVERSE,
@@ -107,7 +107,7 @@ class _Unsorting:
         self.known: dict[fx.Node, Numbers] = {}
         self.inverses: set[fx.Node] = set()
         self.groups: dict[fx.Node, int] = {}
-        self.rows = RowOperators(graph, None, [], lambda size: bool(size == self.count))
+        self.rows = RowOperators(graph, None, lambda size: bool(size == self.count))
         self.changed = False
         self._selected: dict[int, tuple[fx.Node, fx.Node]] = {}
 
@@ -151,7 +151,7 @@ class _Unsorting:
             if node.args[1] == 1:
                 self.known[node] = Numbers(SLOT)
             else:
-                self.rows.enter(node, Rows([self.numbers], 0, True))
+                self.rows.enter(node, Rows(self.numbers, 0, True))
             return True
         if is_item(node) and node.args[1] == 1 and source.target in SORTS and self._sorts_order(source):
             self.inverses.add(node)
@@ -233,7 +233,7 @@ class _Unsorting:
     def _enter(self, node: fx.Node, source: fx.Node, index: Numbers) -> None:
         if index.of == INVERSE:
             if self.rows.is_rows(source) and self.rows.of(source).place == 0:
-                self._replace(node, self.rows.of(source).values[0])
+                self._replace(node, self.rows.of(source).value)
             return
         if self.rows.is_rows(source) or sizes(source)[0] != (self.count if index.of == SLOT else self.tokens):
             raise Unproven(f"{node.target}: others are indexed than slots or their tokens", node)
@@ -242,7 +242,7 @@ class _Unsorting:
             return
         value = source if index.of == SLOT else self._of_each_slot(source)
         if index.is_sorted:
-            self.rows.enter(node, Rows([value], 0, True))
+            self.rows.enter(node, Rows(value, 0, True))
         elif index.of == TOKEN:
             self._replace(node, value)
 
@@ -304,7 +304,7 @@ class _Unsorting:
             raise Unproven(f"{node.target}: what is written are no sorted slots", node)
         if sizes(value)[1:] != sizes(node)[1:]:
             raise Unproven(f"{node.target}: what is written is broadcast, or written in part", node)
-        return self.rows.of(value).values[0]
+        return self.rows.of(value).value
 
     def _replace(self, node: fx.Node, new: fx.Node, group: int | None = None) -> None:
         self.changed = True
@@ -327,13 +327,18 @@ class _Unsorting:
         if experts is None or sizes(weight)[0] != experts or descends(self.sort):
             raise Unproven(f"{node.target}: its groups are not known to be those of experts", node)
         numbers = call(self.graph, aten._to_copy.default, self.numbers, dtype=torch.int64)
-        new = call(self.graph, EXPERT_LINEAR, self.rows.of(rows).values[0], numbers, weight, True)
+        value = self.rows.of(rows).value
+        if (source := repeated_from(value, self.slots)) is not None:  # one row serves all slots of its token
+            new = call(self.graph, EXPERT_LINEAR, source, self._by_token(numbers), weight, True)
+            new = call(self.graph, aten.reshape.default, new, [-1, int(sizes(weight)[2])])
+        else:
+            new = call(self.graph, EXPERT_LINEAR, value, numbers, weight, True)
         if extra["bias"] is not None:
             new = call(self.graph, aten.add.Tensor, new, call(self.graph, aten.index.Tensor, extra["bias"], [numbers]))
         if new.meta["val"].dtype is not node.meta["val"].dtype:
             new = call(self.graph, aten._to_copy.default, new, dtype=node.meta["val"].dtype)
         new.meta = {**node.meta, "val": new.meta["val"]}
-        self.rows.enter(node, Rows([new], 0, True))
+        self.rows.enter(node, Rows(new, 0, True))
 
     def _group_of(self, node: fx.Node) -> int | None:
         """Return the expert whose group a slice of sorted slots is, -1 for all slots; None: it is no group."""
@@ -363,7 +368,7 @@ class _Unsorting:
             node.meta["val"] = node.args[0].meta["val"]
             self.rows.enter(node, rows)
             return
-        self._replace(node, self._of_group(rows.values[0], SLOT, group), group)
+        self._replace(node, self._of_group(rows.value, SLOT, group), group)
 
     def _split(self, node: fx.Node) -> None:
         rows = self.rows.of(node.args[0])
@@ -371,7 +376,7 @@ class _Unsorting:
             raise Unproven(f"{node.target}: its parts are not known to be those of experts", node)
         for item in list(node.users):
             with self.graph.inserting_before(item):
-                self._replace(item, self._of_group(rows.values[0], SLOT, item.args[1]), item.args[1])
+                self._replace(item, self._of_group(rows.value, SLOT, item.args[1]), item.args[1])
 
     def _splits_by_expert(self, node: fx.Node) -> bool:
         if argument(node, 2, "dim") or descends(self.sort):
@@ -454,7 +459,7 @@ class _Unsorting:
         flat.meta = {**node.meta, "val": flat.meta["val"]}
         self.changed = True
         node.meta["val"] = flat.meta["val"]  # with the symbol for the number of all slots
-        self.rows.enter(node, Rows([flat], 0, True))
+        self.rows.enter(node, Rows(flat, 0, True))
 
 
 def _drop_checks_of_numbers(graph: fx.Graph) -> None:

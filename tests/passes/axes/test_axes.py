@@ -311,7 +311,7 @@ def strided_slice(m: Odd, ids: torch.Tensor) -> Any:
 
 
 REFUSED: list[tuple[Callable[..., Any], str, str]] = [
-    (transposed_rows, "entries along B", ".view(ids.shape[1], ids.shape[0], WIDTH)"),
+    (transposed_rows, "across the token axis", ".view(ids.shape[1], ids.shape[0], WIDTH)"),
     (cumulative_table, "accumulates along the token axis", ".cumsum(0)"),
     (matrix_per_sequence, "one value per sequence", "torch.bmm"),
     (features_per_token, "a feature dimension", "x[..., : ids.shape[1]]"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dta_compile.executable.layouts import Axis, Frame, Layout
+from dta_compile.executable.layouts import Axis, Flat, Frame, Layout, flat
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule
 from dta_compile.passes.axes.token_rules import TOKEN_RULES, rule_for
 from dta_compile.passes.graphs.operators import TAKE_A_SHAPE
@@ -31,7 +32,7 @@ pytest.importorskip("expecttest", reason="torch's own samples need it")
 from torch.testing._internal.common_methods_invocations import op_db
 
 aten = torch.ops.aten
-SAMPLES_PER_INFO, CALLS_PER_OPERATOR, LABELLINGS_PER_CALL = 8, 6, 60
+SAMPLES_PER_INFO, CALLS_PER_OPERATOR, LABELLINGS_PER_CALL = 8, 6, 90
 DTYPES = (torch.float64, torch.int64, torch.bool, torch.complex128)
 
 
@@ -92,6 +93,22 @@ NEVER_TOKEN_WISE = {
     "aten.ge.Scalar",
     "aten.slice_scatter.default",
 }
+
+
+ANY_AXIS = [
+    *Axis,
+    *(
+        flat(factors)
+        for n in (2, 3)
+        for factors in (
+            (Axis.TOKEN, n),
+            (n, Axis.TOKEN),
+            (Axis.BATCH, n),
+            (Axis.BATCH, Axis.TOKEN, n),
+            (Axis.BATCH, n, Axis.TOKEN),
+        )
+    ),
+]
 
 
 @dataclasses.dataclass
@@ -216,36 +233,38 @@ class Sizes:
         assert len(layout.dims) == value.dim()
         rows, columns = (torch.arange(size).roll(1)[: max(2, size - 1)] for size in (self.batch, self.tokens))
         columns = columns.flip(0)
-        chosen = {
-            Axis.BATCH: rows,
-            Axis.TOKEN: columns,
-            Axis.ROWS: (rows[:, None] * self.tokens + columns).reshape(-1),
-            Axis.TOKEN_ROWS: (columns[:, None] * self.batch + rows).reshape(-1),
-        }
+        chosen = {Axis.BATCH: rows, Axis.TOKEN: columns}
         for dim, axis in enumerate(layout.dims):
             if axis is not None:
                 assert value.shape[dim] == self.entries(axis), f"{axis} of size {value.shape[dim]}"
-                value = value.index_select(dim, chosen[axis])
+                index = torch.zeros(1, dtype=torch.int64)
+                for factor in _factors(axis):
+                    own = torch.arange(factor) if isinstance(factor, int) else chosen[factor]
+                    index = (index[:, None] * self.entries(factor) + own).reshape(-1)
+                value = value.index_select(dim, index)
         return value
 
-    def entries(self, axis: Axis) -> int:
-        return {
-            Axis.BATCH: self.batch,
-            Axis.TOKEN: self.tokens,
-            Axis.ROWS: self.batch * self.tokens,
-            Axis.TOKEN_ROWS: self.batch * self.tokens,
-        }[axis]
+    def entries(self, axis: Axis | Flat | int) -> int:
+        known = {Axis.BATCH: self.batch, Axis.TOKEN: self.tokens}
+        return math.prod(one if isinstance(one, int) else known[one] for one in _factors(axis))
 
     def layouts(self, value: torch.Tensor) -> list[Layout]:
         """All ways to label the dimensions of a value, no axis twice."""
-        options = [[None, *(axis for axis in Axis if self.entries(axis) == size)] for size in value.shape]
+        options = [[None, *(axis for axis in ANY_AXIS if self.entries(axis) == size)] for size in value.shape]
         frame = Frame(sympy.Integer(0), sympy.Integer(self.tokens))
         found = []
         for dims in itertools.product(*options):
             axes = [axis for axis in dims if axis is not None]
-            if sum(a.is_over_tokens for a in axes) < 2 and sum(a.is_over_sequences for a in axes) < 2:
+            of_tokens = sum(axis.is_over_tokens for axis in axes)
+            is_flat = any(isinstance(axis, Flat) for axis in axes)
+            if of_tokens < 2 and sum(a.is_over_sequences for a in axes) < 2 and of_tokens >= is_flat:
                 found.append(Layout(dims, frame if any(a.is_over_tokens for a in axes) else None))
         return found
+
+
+def _factors(axis: Axis | Flat | int) -> tuple[Axis | int, ...]:
+    flattened = {Axis.ROWS: (Axis.BATCH, Axis.TOKEN), Axis.TOKEN_ROWS: (Axis.TOKEN, Axis.BATCH)}
+    return axis.factors if isinstance(axis, Flat) else flattened.get(axis, (axis,))
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:

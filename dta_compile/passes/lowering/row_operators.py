@@ -1,6 +1,6 @@
-"""Apply operators on selected rows to all tokens instead, if token rules prove that they treat each row by itself.
+"""Apply operators on selected rows to all rows instead, if token rules prove that they treat each row by itself.
 
-Called by `selected_rows`, `sorted_slots` and `kept_places`. At tokens that are not selected, values enter as zeros, and
+Called by `selected_rows` and `sorted_slots`. At tokens that are not selected, values enter as zeros, and
 most operators make finite values of zeros and parameters. Where a value or derivative may be infinite there (`rsqrt`,
 `log`, `div`), arguments are filled with ones and results with zeros at these tokens, so that no NaN of 0 * inf spreads,
 forward or backward.
@@ -67,15 +67,15 @@ class Unproven(Exception):
 
 @dataclasses.dataclass
 class Rows:
-    """Value over selected rows, replaced by values over all tokens.
+    """Value over selected rows, replaced by a value over all rows: tokens, or (token, slot) pairs.
 
     Attributes:
-        values: one value per slot of the condition, or a single one for all slots.
+        value: the value over all rows.
         place: the dimension of rows.
-        is_masked: whether entries at tokens that are not selected come from zeros and parameters alone, not from data.
+        is_masked: whether entries at rows that are not selected come from zeros and parameters alone, not from data.
     """
 
-    values: list[fx.Node]
+    value: fx.Node
     place: int
     is_masked: bool
 
@@ -84,8 +84,7 @@ class RowOperators:
     """Replacements of the values that are computed from the rows which one condition selects.
 
     Attributes:
-        selected: `[N]` bool, the selected tokens; None: all tokens are.
-        conditions: `[N]` bool per slot of the condition, the tokens that it selects; or a single one for all slots.
+        selected: `[N]` bool, the selected rows; None: all rows are.
         is_count: tells whether a size depends on the number of selected rows.
         sizes: by node, the replacement of a size that depends on the number of selected rows.
     """
@@ -94,10 +93,9 @@ class RowOperators:
         self,
         graph: fx.Graph,
         selected: fx.Node | None,
-        conditions: list[fx.Node],
         is_count: Callable[[sympy.Expr], bool] = depends_on_data,
     ) -> None:
-        self.graph, self.selected, self.conditions, self.is_count = graph, selected, conditions, is_count
+        self.graph, self.selected, self.is_count = graph, selected, is_count
         self.sizes: dict[fx.Node, Any] = {}
         self._rows: dict[fx.Node, Rows] = {}
         self._tuples: dict[fx.Node, list[Rows | None]] = {}
@@ -117,7 +115,7 @@ class RowOperators:
         return self._rows[node]
 
     def count(self) -> fx.Node:
-        """Return the node of the number of all tokens."""
+        """Return the node of the number of all rows."""
         assert self.selected is not None
         return self._once("count", lambda: call(self.graph, aten.sym_size.int, self.selected, 0))
 
@@ -128,19 +126,19 @@ class RowOperators:
             raise Unproven(f"{node.target}: it selects rows along several dimensions", node)
         self._rows[node], self._layouts[node] = rows, layout
 
-    def aligned(self, node: fx.Node, rank: int, place: int, reader: fx.Node) -> list[fx.Node]:
-        """Return the values of a node with `rank` dimensions, rows along dimension `place`."""
+    def aligned(self, node: fx.Node, rank: int, place: int, reader: fx.Node) -> fx.Node:
+        """Return the value of a node with `rank` dimensions, rows along dimension `place`."""
         rows = self._rows[node]
         missing = rank - len(sizes(node))
         if missing < 0 or rows.place + missing != place:
             raise Unproven(f"{reader.target}: the selected rows lie along another dimension", reader)
-        values = rows.values
+        value = rows.value
         for _ in range(missing):
-            values = [call(self.graph, aten.unsqueeze.default, value, 0) for value in values]
-        return values
+            value = call(self.graph, aten.unsqueeze.default, value, 0)
+        return value
 
     def visit(self, node: fx.Node) -> None:
-        """Compute a node over all tokens, before the node itself.
+        """Compute a node over all rows, before the node itself.
 
         Raises:
             Unproven: the operator is not proven to treat each row by itself.
@@ -169,19 +167,17 @@ class RowOperators:
         if any(one.token_dim is None for one in (layouts if isinstance(layouts, tuple) else (layouts,))):
             raise Unproven(f"{node.target}: its result does not lie along the selected rows", node)
         rows = [self._rows[arg] for arg in node.all_input_nodes if arg in self._rows]
-        slots = max((len(one.values) for one in rows), default=1)
         is_masked = node.target not in SAME_ENTRIES or all(one.is_masked for one in rows)
-        values = [self._at(node, slot, layouts) for slot in (range(slots) if slots > 1 else [None])]
-        for value in values:
-            value.meta = {**node.meta, "val": value.meta["val"]}
+        value = self._applied(node, layouts)
+        value.meta = {**node.meta, "val": value.meta["val"]}
         if isinstance(layouts, tuple):
             self._tuples[node] = [
-                Rows([self._item(value, i) for value in values], layout.token_dim, True)  # type: ignore[arg-type]
+                Rows(self._item(value, i), layout.token_dim, True)  # type: ignore[arg-type]
                 for i, layout in enumerate(layouts)
             ]
         else:
             assert layouts.token_dim is not None
-            self._rows[node] = Rows(values, layouts.token_dim, is_masked)
+            self._rows[node] = Rows(value, layouts.token_dim, is_masked)
             self._layouts[node] = layouts
 
     def _item(self, value: fx.Node, number: int) -> fx.Node:
@@ -239,24 +235,20 @@ class RowOperators:
             raise Unproven(f"{node.target}: it combines rows that different conditions select", node)
         return Layout((None,) * arg.meta["val"].dim())
 
-    def _at(self, node: fx.Node, slot: int | None, layouts: Any) -> fx.Node:
-        """Insert the operator for one slot of the condition; None: for all slots."""
-        if self.selected is not None and (product := self._expert(node, slot)) is not None:
+    def _applied(self, node: fx.Node, layouts: Any) -> fx.Node:
+        """Insert the operator over all rows."""
+        if self.selected is not None and (product := self._expert(node)) is not None:
             return product
         if node.target in SAME_ENTRIES or self.selected is None:
-            return self._call(node, lambda arg: self._value(arg, slot))
+            return self._call(node, self._value)
         if _is_finite(node):
-            return self._call(node, lambda arg: self._masked(arg, slot))
+            return self._call(node, self._masked)
         if node.target in INDEXED:
-            return self._call(node, lambda arg: self._filled(arg, slot, 0))
+            return self._call(node, lambda arg: self._filled(arg, 0))
         if isinstance(layouts, tuple) or not (is_tagged_pointwise(node.target) or len(node.all_input_nodes) == 1):
             raise Unproven(f"{node.target} is not known to be finite at tokens that are not selected", node)
-        result = self._call(node, lambda arg: self._filled(arg, slot, 1, everywhere=layouts))
-        return self._fill(result, layouts.token_dim, slot, 0)
-
-    def _condition(self, slot: int | None) -> fx.Node:
-        assert self.selected is not None
-        return self.selected if slot is None else self.conditions[slot]
+        result = self._call(node, lambda arg: self._filled(arg, 1, everywhere=layouts))
+        return self._fill(result, layouts.token_dim, 0)
 
     def _call(self, node: fx.Node, of: Any) -> fx.Node:
         def mapped(arg: fx.Node) -> Any:
@@ -265,47 +257,44 @@ class RowOperators:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), mapped)
         return call(self.graph, node.target, *args, **kwargs)
 
-    def _value(self, arg: fx.Node, slot: int | None) -> fx.Node:
-        if arg not in self._rows:
-            return arg
-        values = self._rows[arg].values
-        return values[0 if slot is None or len(values) == 1 else slot]
+    def _value(self, arg: fx.Node) -> fx.Node:
+        return self._rows[arg].value if arg in self._rows else arg
 
-    def _masked(self, arg: fx.Node, slot: int | None) -> fx.Node:
-        """Return a value that is masked: no data at tokens that are not selected."""
+    def _masked(self, arg: fx.Node) -> fx.Node:
+        """Return a value that is masked: no data at rows that are not selected."""
         if arg not in self._rows or self._rows[arg].is_masked:
-            return self._value(arg, slot)
-        return self._once(("masked", arg, slot), lambda: self._filled(arg, slot, 0))
+            return self._value(arg)
+        return self._once(("masked", arg), lambda: self._filled(arg, 0))
 
-    def _filled(self, arg: fx.Node, slot: int | None, number: int, everywhere: Layout | None = None) -> fx.Node:
-        """Fill a value with a number at tokens that are not selected.
+    def _filled(self, arg: fx.Node, number: int, everywhere: Layout | None = None) -> fx.Node:
+        """Fill a value with a number at rows that are not selected.
 
         Args:
-            everywhere: the layout to which values that all tokens share are expanded and filled, too; None: they are
+            everywhere: the layout to which values that all rows share are expanded and filled, too; None: they are
                 left.
         """
         if not _is_tensor(arg):
             return arg
         if arg in self._rows:
-            return self._fill(self._value(arg, slot), self._rows[arg].place, slot, number)
+            return self._fill(self._value(arg), self._rows[arg].place, number)
         if everywhere is None or not arg.meta["val"].is_floating_point():
             return arg
-        return self._fill(arg, everywhere.token_dim, slot, number, len(everywhere.dims))  # type: ignore[arg-type]
+        return self._fill(arg, everywhere.token_dim, number, len(everywhere.dims))  # type: ignore[arg-type]
 
-    def _fill(self, value: fx.Node, place: int, slot: int | None, number: int, rank: int | None = None) -> fx.Node:
-        outside = self._outside(slot, (rank or len(sizes(value))) - 1 - place)
+    def _fill(self, value: fx.Node, place: int, number: int, rank: int | None = None) -> fx.Node:
+        outside = self._outside((rank or len(sizes(value))) - 1 - place)
         return call(self.graph, aten.masked_fill.Scalar, value, outside, number)
 
-    def _outside(self, slot: int | None, ones: int) -> fx.Node:
-        """Return `[N, 1, ...]` bool, the tokens that are not selected, with that many dimensions of size 1."""
+    def _outside(self, ones: int) -> fx.Node:
+        """Return `[N, 1, ...]` bool, the rows that are not selected, with that many dimensions of size 1."""
 
         def make() -> fx.Node:
-            value = call(self.graph, aten.logical_not.default, self._condition(slot))
+            value = call(self.graph, aten.logical_not.default, self.selected)
             for _ in range(ones):
                 value = call(self.graph, aten.unsqueeze.default, value, -1)
             return value
 
-        return self._once(("outside", slot, ones), make)
+        return self._once(("outside", ones), make)
 
     def _once(self, key: Any, make: Any) -> fx.Node:
         if key not in self._cached:
@@ -314,8 +303,8 @@ class RowOperators:
 
     # ---- Products with a weight
 
-    def _expert(self, node: fx.Node, slot: int | None) -> fx.Node | None:
-        """Compute a product of rows with a matrix at the selected tokens only; None: the operator is another one."""
+    def _expert(self, node: fx.Node) -> fx.Node | None:
+        """Compute a product of rows with a matrix at the selected rows only; None: the operator is another one."""
         bias, *sides = node.args if node.target is aten.addmm.default else (None, *node.args)
         if node.target not in (aten.mm.default, aten.addmm.default, aten.bmm.default) or node.kwargs:
             return None
@@ -323,7 +312,7 @@ class RowOperators:
         is_batched = node.target is aten.bmm.default
         if left not in self._rows or weight in self._rows or self._rows[left].place != int(is_batched):
             return None
-        rows = self._value(left, slot)
+        rows = self._value(left)
         if is_batched:
             if sizes(left)[0] != 1:
                 return None
@@ -331,10 +320,10 @@ class RowOperators:
             transposed, number = True, 0
         else:
             weight, number, transposed = self._stacked(weight)
-        out = call(self.graph, EXPERT_LINEAR, rows, self._numbers(slot, number), weight, transposed)
+        out = call(self.graph, EXPERT_LINEAR, rows, self._numbers(number), weight, transposed)
         if is_batched:
             return call(self.graph, aten.unsqueeze.default, out, 0)
-        return out if bias is None else call(self.graph, aten.add.Tensor, out, self._masked(bias, slot))
+        return out if bias is None else call(self.graph, aten.add.Tensor, out, self._masked(bias))
 
     def _stacked(self, weight: fx.Node) -> tuple[fx.Node, int, bool]:
         """Return stacked weights, the index of a matrix in them, and whether they are `[E, D, O]`, not `[E, O, D]`."""
@@ -347,16 +336,15 @@ class RowOperators:
             return weight.args[0].args[0], weight.args[1], transposed
         return call(self.graph, aten.unsqueeze.default, weight, 0), 0, transposed
 
-    def _numbers(self, slot: int | None, number: int) -> fx.Node:
-        """Return `[N]` expert indices: `number` at the selected tokens, -1 (no expert) at the others."""
+    def _numbers(self, number: int) -> fx.Node:
+        """Return `[N]` expert indices: `number` at the selected rows, -1 (no expert) at the others."""
 
         def make() -> fx.Node:
-            condition = self._condition(slot)
-            chosen = call(self.graph, aten._to_copy.default, condition, dtype=torch.int64)
+            chosen = call(self.graph, aten._to_copy.default, self.selected, dtype=torch.int64)
             scaled = call(self.graph, aten.mul.Tensor, chosen, number + 1)
             return call(self.graph, aten.sub.Tensor, scaled, 1)
 
-        return self._once(("numbers", slot, number), make)
+        return self._once(("numbers", number), make)
 
 
 def _is_tensor(node: Any) -> bool:

@@ -105,9 +105,9 @@ def sweep(system: System, gpus: int) -> list[Cell]:
     sides = _sides(system)
     cells = []
     for split in ((number, gpus - number) for number in range(1, gpus)):
-        reached = [capacity(points, number) for points, number in zip(sides, split, strict=True)]
-        measured = system.measured.get(split)
-        cells.append(Cell(*split, *reached, min(reached) if measured is None else measured, measured is not None))
+        roll, train = (capacity(points, number) for points, number in zip(sides, split, strict=True))
+        is_measured = split in system.measured
+        cells.append(Cell(*split, roll, train, system.measured.get(split, min(roll, train)), is_measured))
     return cells
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from dta_compile.errors import PlanError
 from dta_compile.plan.cost import Limits
 from dta_compile.plan.peak_memory import bytes_by_op
-from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule
+from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Pop, Restore, Schedule, extent
 from dta_compile.plan.simulate import interpret
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.lexicographic import as_integers, each
@@ -108,7 +108,7 @@ def _ops(tree: PrefixTree, schedule: Schedule) -> dict[str, Column]:
     path = -1
     for op in schedule.ops:
         kinds.append(KINDS.index(type(op).__name__.lower()))
-        part = _part(op)
+        part = extent(op)
         part_of.append(-1 if part is None else parts.setdefault(part, len(parts)))
         spine = part.spine if isinstance(part, Chunk) and not isinstance(op, Backward) else None
         path = spine.sequence if spine is not None else op.part.sequence if isinstance(op, Restore) else path
@@ -127,16 +127,6 @@ def _ops(tree: PrefixTree, schedule: Schedule) -> dict[str, Column]:
         "rangeStart": flat[:, 0],
         "rangeStop": flat[:, 1],
     }
-
-
-def _part(op: Op) -> Chunk | Slice | None:
-    match op:
-        case Attach():
-            return None
-        case Pop(part) | Restore(part):
-            return part
-        case Anchor(chunk) | Forward(chunk) | Backward(chunk):
-            return chunk
 
 
 def _ranges(tree: PrefixTree, part: Chunk | Slice) -> list[tuple[int, int]]:
@@ -166,7 +156,7 @@ def _forwards(tree: PrefixTree, schedule: Schedule) -> dict[str, Column]:
     owner = np.full(tree.num_rows, -1, np.int64)
     numbers: dict[Chunk | Slice, int] = {}
     for op in schedule.ops:
-        part = _part(op)
+        part = extent(op)
         if part is not None:
             number = numbers.setdefault(part, len(numbers))
         if not isinstance(op, (Anchor, Forward)):

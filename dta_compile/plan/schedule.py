@@ -11,20 +11,6 @@ from typing import ClassVar, NamedTuple
 from dta_compile.errors import ScheduleError
 from dta_compile.plan.tree.chunk import Chunk, Slice
 
-__all__ = [
-    "MODES",
-    "SWEEPS",
-    "Anchor",
-    "Attach",
-    "Backward",
-    "Forward",
-    "Op",
-    "Pop",
-    "Restore",
-    "Schedule",
-    "format_op",
-]
-
 MODES = ("score", "transparent", "streaming")
 SWEEPS = ("chunks", "stages")
 
@@ -250,17 +236,17 @@ class Schedule:
         return cls(ops, strategy, order, mode, int(chunk_size), "stages" if by_stages else "chunks", parts, runs)
 
 
+def extent(op: Op) -> Chunk | Slice | None:
+    """Return the chunk or slice that an op is about; None for an attach."""
+    return None if isinstance(op, Attach) else op.part if isinstance(op, (Pop, Restore)) else op.chunk
+
+
 def format_op(op: Op) -> str:
     """Format an op as a line of the listing."""
-    match op:
-        case Attach(sequences):
-            words = list(_sequence_runs(sequences))
-        case Pop(part) | Restore(part):
-            words = [str(part)]
-        case _:
-            words = [str(op.chunk), *(flag for flag in _FLAGS if getattr(op, flag, False))]
-            if states := getattr(op, "states", ()):
-                words.append(_STATES + ",".join(map(str, states)))
+    words = list(_sequence_runs(op.sequences)) if isinstance(op, Attach) else [str(extent(op))]
+    words += [flag for flag in _FLAGS if getattr(op, flag, False)]
+    if states := getattr(op, "states", ()):
+        words.append(_STATES + ",".join(map(str, states)))
     return f"{type(op).__name__.lower():<8} {' '.join(words)}".rstrip()
 
 

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LOSSES", "TURNS", "ReadOptions", "Recorded", "mask_of_spans", "spans_of_mask"]
-
 TURNS, LOSSES = ("each", "whole"), ("last", "all")
 
 

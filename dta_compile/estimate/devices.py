@@ -7,16 +7,6 @@ import difflib
 
 from dta_compile.errors import OptionError
 
-__all__ = [
-    "ATTENTION_SHARE",
-    "BANDWIDTH_SHARE",
-    "CALIBRATED",
-    "DEVICES",
-    "MATMUL_SHARE",
-    "Device",
-    "device_named",
-]
-
 # Shares of the peaks in one profile: Qwen3-1.7B on an H100 with chunks of 8,192 tokens (benchmarks/GPU.md), a step of
 # which spent 0.47 s in matrix products, 0.40 s in attention and about 0.16 s in other kernels.
 MATMUL_SHARE, ATTENTION_SHARE, BANDWIDTH_SHARE = 0.70, 0.30, 0.60

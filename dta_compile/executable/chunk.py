@@ -15,8 +15,6 @@ import torch
 
 from dta_compile.executable.code import Code
 
-__all__ = ["ChunkGraphs", "Generated", "Part", "Path", "Run", "Stage", "StageCode"]
-
 Run = Callable[..., Sequence[Any]]
 Linear = tuple[float, float, float]
 

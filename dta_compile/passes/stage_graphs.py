@@ -13,8 +13,6 @@ from dta_compile.executable.chunk import Generated
 from dta_compile.executable.pieces import Piece
 from dta_compile.passes.chunk_bytes import Bytes, ChunkSizes, Peaks
 
-__all__ = ["ChunkStages", "KeptValue", "Memory", "StageGraphs", "StageOfChunk"]
-
 GRAPHS = ("cache_only", "forward_only", "forward", "backward")
 
 # The storage of a value. In a stage: ("read" | "written" | "saved", position). In a chunk: ("slot", slot) or

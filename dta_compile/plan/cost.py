@@ -23,8 +23,6 @@ from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.chunk_tree import ChunkTree, chunk_tree
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 
-__all__ = ["CostModel", "Limits", "Rates", "choose", "choose_keep", "chunk_sizes"]
-
 CANDIDATES = ("packed", "dfs", "vanilla", "dense")  # the first one wins a tie
 _PACKED = Options(strategy="packed")
 STATES_SHARE = 0.1  # share of a layer's forward that computes its states: a norm and the key and value projections

@@ -11,8 +11,6 @@ from dta_compile.plan.simulate import Work, interpret
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 
-__all__ = ["Footprint", "LiveBytes", "PartBytes", "bytes_by_op", "bytes_of_halves", "peak_bytes"]
-
 Linear = tuple[float, float, float]
 """Bytes as `a + b * tokens + c * head rows`."""
 

@@ -28,8 +28,6 @@ from dta_compile.plan.tree.split_prefixes import SplitPrefixes, with_routes
 from dta_compile.plan.verify import verify
 from dta_compile.views.traces.chrome import Process, as_chrome_trace
 
-__all__ = ["Plan", "make_plan", "plan"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Plan:

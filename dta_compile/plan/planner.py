@@ -19,8 +19,6 @@ from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.chunk_tree import ChunkTree, chunk_tree, cut
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 
-__all__ = ["KEEP_ALL", "KEEP_NOTHING", "Keep", "build_schedule", "rebuilt_slices"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Keep:

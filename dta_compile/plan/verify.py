@@ -15,8 +15,6 @@ from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 from dta_compile.plan.tree.segments import segments
 
-__all__ = ["verify"]
-
 _WINDOW = 6  # rows of the listing shown on either side of the offending one
 
 

@@ -19,8 +19,6 @@ from dta_compile.runtime.path.chunk_shape import Limit
 from dta_compile.runtime.path.interface import AnyRuntime
 from dta_compile.runtime.recurrent.providers import runtime_of
 
-__all__ = ["RUNTIMES", "LayerContext", "runtimes_of"]
-
 
 @dataclasses.dataclass(frozen=True)
 class LayerContext:

@@ -18,8 +18,6 @@ from dta_compile.distributed.group import Group
 from dta_compile.errors import DTAError, RuntimeContractError
 from dta_compile.plan import Limits
 
-__all__ = ["Ranks"]
-
 T = TypeVar("T")
 
 

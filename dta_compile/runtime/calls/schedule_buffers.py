@@ -19,8 +19,6 @@ from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.runtime.replay.lease import Lease
 from dta_compile.runtime.rows.buffers import AllRows, RowBuffer, Rows, next_to_zero
 
-__all__ = ["ScheduleBuffers", "accumulators", "finished_gradients", "output_buffers", "rows_with_gradient"]
-
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleBuffers:

@@ -10,8 +10,6 @@ import sympy
 from dta_compile.executable.executable import NumberSpec
 from dta_compile.executable.layouts import Frame
 
-__all__ = ["Sizes"]
-
 
 class Sizes:
     """Evaluator of size expressions, given which inputs define the symbols."""

@@ -18,8 +18,6 @@ import torch
 from dta_compile.plan.tree.segments import Rectangle, Segment, rectangles
 from dta_compile.runtime.rows.upload import upload
 
-__all__ = ["LISTED_KEYS", "LISTED_QUERIES", "ChunkShape", "ChunkTable", "Limit"]
-
 LISTED_QUERIES, LISTED_KEYS = 128, 64  # tokens of a block of queries and of a block of keys in `ChunkTable`
 Numbers = TypeVar("Numbers", torch.Tensor, npt.NDArray[np.int64])
 

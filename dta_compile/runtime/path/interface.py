@@ -9,8 +9,6 @@ import torch
 
 from dta_compile.runtime.path.chunk_shape import ChunkShape, ChunkTable
 
-__all__ = ["AnyRuntime", "LayerInputs", "LayerRuntime", "RecurrentInputs", "RecurrentRuntime", "Tensors"]
-
 Tensors = tuple[torch.Tensor, ...]
 
 

@@ -17,10 +17,9 @@ from dta_compile.options import MOST_BYTES, Options
 from dta_compile.plan.cost import Limits, choose
 from dta_compile.plan.peak_memory import Footprint
 from dta_compile.plan.picture import Known, picture
-from dta_compile.plan.scalars import scalars
 from dta_compile.plan.schedule import Schedule
 from dta_compile.plan.simulate import Simulation, causal_pairs
-from dta_compile.plan.summary import Estimates, Stats, summarize
+from dta_compile.plan.summary import Estimates, Stats, scalars, summarize
 from dta_compile.plan.timeline import processes, tree_as_speedscope
 from dta_compile.plan.tree.lexicographic import each
 from dta_compile.plan.tree.prefix_tree import PrefixTree

@@ -22,10 +22,9 @@ from dta_compile.integrations.layer_groups import LayerGroups, gather_all, is_ga
 from dta_compile.options import Options
 from dta_compile.plan import MeasuredRun, Plan
 from dta_compile.runtime import interception
-from dta_compile.runtime.calls.call import Call, CallContext
+from dta_compile.runtime.calls.call import Call, CallContext, Sizes
 from dta_compile.runtime.calls.planned_call import PlannedCall, Run, plan_call
 from dta_compile.runtime.calls.ranks import Ranks
-from dta_compile.runtime.calls.sizes import Sizes
 from dta_compile.runtime.measure import steps
 from dta_compile.runtime.measure.budget import free_bytes
 from dta_compile.runtime.measure.calibration import Calibration, of_whole_chunks, times_as_fast

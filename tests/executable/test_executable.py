@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes import Program
-from dta_compile.runtime.calls.sizes import Sizes
+from dta_compile.runtime.calls.call import Sizes
 from tests.support import recurrent
 from tests.support.inside import inside
 from tests.support.tiny import PACKED_IDS, SEGMENTS, SMALL_CHUNKS, BareLM, StatedLM, TinyLM, after, shared_ids, weighted

@@ -6,27 +6,66 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 
 from dta_compile.executable.chunk import Part
-from dta_compile.executable.executable import ChunkInput, Executable
+from dta_compile.executable.executable import ChunkInput, Executable, NumberSpec
 from dta_compile.executable.layouts import Frame
 from dta_compile.integrations.layer_groups import LayerGroups
 from dta_compile.options import Options
 from dta_compile.plan import Plan
 from dta_compile.runtime.calls.masks import ReadMasks, read_masks
 from dta_compile.runtime.calls.ranks import Ranks
-from dta_compile.runtime.calls.sizes import Sizes
 from dta_compile.runtime.measure.budget import keep_freed_pages
 from dta_compile.runtime.measure.calibration import Calibration
 from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.replay.lease import ReplayCache
 from dta_compile.runtime.rows.batch_rows import Booleans, Integers
 from dta_compile.runtime.rows.dense_to_tree import key_codes, used_tokens
+
+
+class Sizes:
+    """Evaluator of size expressions (sympy over SymInt symbols), given which inputs of a call define the symbols."""
+
+    def __init__(self, symbols: Mapping[sympy.Symbol, tuple[int, int | None]]) -> None:
+        """`symbols`: by symbol, the input (and dimension) that defines it, see `Executable.symbols`."""
+        self._sources = symbols
+
+    def evaluate(self, expr: sympy.Expr | None, args: Sequence[object]) -> int:
+        """Return the integer value of a size expression; 1 for None."""
+        return 1 if expr is None else int(self.value(expr, args))
+
+    def number(self, spec: NumberSpec, args: Sequence[object]) -> int | float | bool:
+        """Return the value of a number output."""
+        return bool(self._substituted(spec.expr, args)) if spec.is_bool else self.value(spec.expr, args)
+
+    def shape(self, shape: Sequence[sympy.Expr], args: Sequence[object]) -> list[int]:
+        """Return the integer sizes of a symbolic shape."""
+        return [int(self.value(size, args)) for size in shape]
+
+    def value(self, expr: sympy.Expr, args: Sequence[object]) -> int | float:
+        """Return the value of an expression: an `int` if it is integral, else a `float`."""
+        number = self._substituted(expr, args)
+        return int(number) if number.is_integer else float(number)
+
+    def values(self, args: Sequence[object]) -> dict[sympy.Symbol, int]:
+        """Return the values of all symbols that inputs define."""
+        return {symbol: self._value(symbol, args) for symbol in self._sources}
+
+    def _substituted(self, expr: sympy.Expr, args: Sequence[object]) -> sympy.Expr:
+        return expr.subs({symbol: self._value(symbol, args) for symbol in expr.free_symbols})
+
+    def _value(self, symbol: Any, args: Sequence[Any]) -> int:
+        index, dim = self._sources[symbol]
+        return args[index] if dim is None else int(args[index].shape[dim])
+
+    def window(self, frame: Frame, args: Sequence[object]) -> tuple[int, int]:
+        """Return `(start, length)` of a frame."""
+        return self.evaluate(frame.start, args), self.evaluate(frame.length, args)
 
 
 @dataclasses.dataclass(frozen=True)

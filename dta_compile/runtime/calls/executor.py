@@ -21,8 +21,7 @@ from dta_compile.plan import Segment, Work, segments
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore
 from dta_compile.plan.simulate import attention_pairs
 from dta_compile.plan.states import KeptSpines
-from dta_compile.plan.tree.chunk import Chunk
-from dta_compile.runtime.calls.pending_ops import PendingOps
+from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.runtime.calls.schedule_buffers import ScheduleBuffers
 from dta_compile.runtime.measure.profiler import named
 from dta_compile.runtime.measure.stopwatch import Stopwatch
@@ -95,6 +94,34 @@ class Graph:
     values: list[torch.Tensor]
     active: HeadChoice | None
     written: list[torch.Tensor]
+
+
+class PendingOps:
+    """Stack of anchors (without outputs) and restores, by depth, deferred until a chunk with a gradient needs them."""
+
+    def __init__(self) -> None:
+        self._ops: list[Anchor | Restore] = []
+
+    def add(self, op: Anchor | Restore) -> None:
+        """Defer an op; deferred ops at its depth or below are dropped."""
+        self.cut(_spine(op).start)
+        self._ops.append(op)
+
+    def cut(self, depth: int) -> None:
+        """Drop the deferred ops at `depth` or below, because the path is cut there."""
+        while self._ops and _spine(self._ops[-1]).start >= depth:
+            self._ops.pop()
+
+    def taken(self) -> list[Anchor | Restore]:
+        """Return and forget all deferred ops, in order; the caller runs them."""
+        ops, self._ops = self._ops, []
+        return ops
+
+
+def _spine(op: Anchor | Restore) -> Slice:
+    part = op.part if isinstance(op, Restore) else op.chunk.spine
+    assert part is not None
+    return part
 
 
 class Executor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from dta_compile.plan import Plan
-from dta_compile.plan.scalars import step_line
+from dta_compile.plan.summary import step_line
 
 # Named after this module, so that TORCH_LOGS can select it alone.
 logger = logging.getLogger(__name__)

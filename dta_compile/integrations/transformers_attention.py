@@ -45,9 +45,9 @@ class CausalMask(NamedTuple):
         """Return a field by number; raise `OptionError` for models that take the mask for a tensor, such as indexers."""
         if isinstance(key, tuple):
             raise OptionError(
-                f"{FUNCTION} is no attention for a model that reads its mask: there is none",
+                f"a model that reads the entries of its mask does not support {FUNCTION}",
                 expected="a model that hands its mask on to the attention function",
-                got="entries of the mask that are read, as by learned sparse attention",
+                got="entries that are read, as by learned sparse attention",
                 hint="leave attn_implementation out: backend='dta' says whether it can run what the model has",
             )
         return tuple.__getitem__(self, key)

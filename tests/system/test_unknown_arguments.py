@@ -52,7 +52,7 @@ def test_indices_of_learned_sparse_attention(way):
 def test_a_model_that_reads_the_entries_of_our_mask_is_told_so():
     mask = CausalMask(None, 3)
     assert mask[1] == 3
-    with pytest.raises(OptionError, match="a model that reads its mask"):
+    with pytest.raises(OptionError, match="reads the entries of its mask"):
         mask[:, 0, :, :]
 
 

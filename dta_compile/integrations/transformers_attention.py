@@ -42,7 +42,7 @@ class CausalMask(NamedTuple):
     is_told: bool = False
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a field by number; raise `OptionError` for models that take the mask for a tensor, such as indexers."""
+        """Return a field by number; raise `OptionError` for models that take it for a tensor."""
         if isinstance(key, tuple):
             raise OptionError(
                 f"a model that reads the entries of its mask does not support {FUNCTION}",

@@ -41,6 +41,17 @@ class CausalMask(NamedTuple):
     window: int | None
     is_told: bool = False
 
+    def __getitem__(self, key: Any) -> Any:
+        """Return a field by number; raise `OptionError` for models that take it for a tensor."""
+        if isinstance(key, tuple):
+            raise OptionError(
+                f"a model that reads the entries of its mask does not support {FUNCTION}",
+                expected="a model that hands its mask on to the attention function",
+                got="entries that are read, as by learned sparse attention",
+                hint="leave attn_implementation out: backend='dta' says whether it can run what the model has",
+            )
+        return tuple.__getitem__(self, key)
+
     def contiguous(self) -> CausalMask:
         """Return a contiguous copy; transformers calls this for a static cache."""
         return self._replace(segments=None if self.segments is None else self.segments.contiguous())

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from dta_compile.proofs.terms import Term, shown
 
 LONGEST_ROW = 2**24  # tokens; token positions are exact in float32
 BOUND = 2**31  # bound on the absolute value of input integers in arithmetic
-# Additive masks of at most this are assumed to leave no weight. In floating point that holds if the scores of a query
-# differ by less than about 9,900; with -1e9 it holds for all scores in practice. It is not checked: older models that
-# write -1e4 rely on it, too.
+# Entries of additive masks of at most this hide a key. That holds in floating point if the scores of a query differ by
+# less than about 9,900, which `runtime.attention.fillers` checks in every call for the mask's own numbers.
 FORBIDDEN = -1e4
+CERTAIN = -1e30  # entries of at most this hide a key whatever the scores, which are no such numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class MaskClass:
         binary: values that are zero or one.
         bias: values that are zero or at most -1e4.
         bounded: integers of absolute value less than 2**31.
+        filler: largest finite entry of at most -1e4 besides those in `bias`; -inf if there is none.
     """
 
     window: int | None = None
@@ -42,6 +44,7 @@ class MaskClass:
     binary: tuple[Term, ...] = ()
     bias: tuple[Term, ...] = ()
     bounded: tuple[Term, ...] = ()
+    filler: float = -math.inf
 
     @property
     def terms(self) -> tuple[Term, ...]:

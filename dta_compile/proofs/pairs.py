@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ class Pairs:
         hidden: the entry of all other pairs; None if they differ and are all at most `FORBIDDEN`.
         is_causal, window: restrictions on the keys of a sequence.
         is_packed: whether some row has several sequences.
+        filler: with `hidden` None, the largest entry of a hidden pair.
     """
 
     allowed: bool | float
@@ -32,6 +34,7 @@ class Pairs:
     is_causal: bool
     window: int | None
     is_packed: bool
+    filler: float = -math.inf
 
 
 class Tested(NamedTuple):
@@ -71,7 +74,9 @@ def read_pairs(values: torch.Tensor) -> Tested:
     last = values[:, : max(size - 1, 1), -1].flatten()
     hidden = last.double().median().to(values.dtype)  # the last key is hidden from most queries
     if values.is_floating_point() and bool((values <= FORBIDDEN).any()):
-        return _tested(*_allowed_by_bias(values, hidden))
+        tested = _tested(*_allowed_by_bias(values, hidden))
+        filler = values[values <= FORBIDDEN].max().item()
+        return tested._replace(pairs=dataclasses.replace(tested.pairs, filler=filler))
     allowed, shown = _allowed_by_number(values, hidden)
     numbers = shown.item(), hidden.item()
     try:

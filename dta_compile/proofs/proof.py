@@ -156,7 +156,15 @@ class _Proof:
             binary=tuple(self.logic.assumed["binary"]),
             bias=tuple(self.logic.assumed["bias"]),
             bounded=tuple(self.logic.assumed["bounded"]),
+            filler=self._filler(),
         )
+
+    def _filler(self) -> float:
+        """Return the largest finite number that hides keys, besides those of biases, which calls read."""
+        if self.term.dtype is torch.bool:
+            return -math.inf
+        numbers = [number for number, _ in self.logic.value(self.term).numbers if number <= FORBIDDEN]
+        return max((*numbers, *(pairs.filler for pairs, _ in self.logic.facts.pairs.values())), default=-math.inf)
 
     def _most_permissive(self) -> MaskClass:
         """Return the class for the roles with the fewest restrictions on inputs; raise `Unproven` if no roles work.

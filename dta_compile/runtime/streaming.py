@@ -196,6 +196,8 @@ class Stream:
             executor.run(call.plan.schedule.ops, with_sums, on_attach=rows.attach)
             del with_sums
             rows.refuse_padding()
+            if executor.path.fillers:
+                executor.path.require_hidden()
             call.record(executor)
             gradients = finished_gradients(
                 executor.joint, totals, parameters, rows.used, copy=executor.lease is not None

@@ -315,6 +315,8 @@ def forward_half(
     outputs = output_buffers(AllRows, executor.frontier, wanted, heads, device, training)
     buffers = ScheduleBuffers(outputs, received=received)
     left = executor.run(schedule.ops, buffers, on_attach=lambda sequences: False)
+    if executor.path.fillers:
+        call.context.ranks.check(executor.path.require_hidden)
     return executor, buffers, left
 
 

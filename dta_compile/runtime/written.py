@@ -16,6 +16,7 @@ from dta_compile.errors import RuntimeContractError
 from dta_compile.executable.executable import Executable
 from dta_compile.integrations import checkpoint_flags
 from dta_compile.runtime.calls.planned_call import Run
+from dta_compile.runtime.dependence import Dependence
 
 
 def write(args: Sequence[Any], run: Run, values: Sequence[torch.Tensor]) -> None:
@@ -58,34 +59,23 @@ def _require_memory_of_their_own(executable: Executable, args: Sequence[Any]) ->
 
 
 def _require_real_tokens(run: Run, values: Sequence[torch.Tensor]) -> None:
-    """Raise `RuntimeContractError` if `values` change with the numbers at padding, which is not computed."""
+    """Raise `RuntimeContractError` unless `values` provably do not depend on padding, which is not computed."""
     executable, layout = run.call.executable, run.call.layout
     read = {i for item in executable.written for i in item.frontier}
     padding = {i: mask for i in read if (mask := layout.padding(i)) is not None}
     if not padding:
         return
-    for attempt in range(2):
-        frontier = [value.detach() for value in run.frontier]
-        for i, mask in padding.items():
-            frontier[i] = torch.where(mask, _other(frontier[i], mask, attempt), frontier[i])
-        with torch.no_grad():
-            again = run.outputs_of(frontier)[-len(values) :]
-        for item, value, other in zip(executable.written, values, again, strict=True):
-            if not torch.equal(value, other):
-                raise RuntimeContractError(
-                    f"what the model writes to {item.name} depends on padding, which the prefix tree does not compute",
-                    expected="real tokens, masked before they are counted",
-                    got="another value with other numbers at padding",
-                    hint="select the real tokens by the attention mask first, or train on packed rows",
-                )
-
-
-def _other(value: torch.Tensor, mask: torch.Tensor, attempt: int) -> torch.Tensor:
-    """Return numbers to put at padding instead of zeros; integers, which may be indices, as they occur elsewhere."""
-    if value.dtype is torch.bool:
-        return torch.ones_like(value)
-    if value.is_floating_point() or value.is_complex():
-        return torch.full_like(value, 1.5 + attempt)
-    largest, least = value.amax(), torch.where(mask, value.amax(), value).amin()
-    other = largest if attempt == 0 else least
-    return torch.where(other == 0, torch.ones_like(value), other)
+    frontier, dependence = [value.detach() for value in run.frontier], Dependence()
+    for i, mask in padding.items():
+        dependence.mark(frontier[i], mask)
+    if executable.rest is None:
+        with torch.no_grad(), dependence:
+            values = run.outputs_of(frontier)[-len(values) :]
+    for item, value in zip(executable.written, values, strict=True):
+        if executable.rest is not None or bool(dependence.of(value).any()):
+            raise RuntimeContractError(
+                f"what the model writes to {item.name} may depend on padding, which the prefix tree does not compute",
+                expected="real tokens, masked before they are counted",
+                got="operators that let padding through, as far as their rules tell",
+                hint="select the real tokens by the attention mask first, or train on packed rows",
+            )

@@ -8,7 +8,7 @@ import transformers.modeling_utils
 from torch import nn
 
 from dta_compile.capture import flash_attention
-from dta_compile.errors import RefusalError
+from dta_compile.errors import OptionError, RefusalError
 from dta_compile.integrations.transformers_attention import CausalMask, attention_forward
 from dta_compile.integrations.transformers_flash_attention import flash_attention_forward
 from tests.support.families import GQA, ONE, V
@@ -47,6 +47,13 @@ def test_indices_of_learned_sparse_attention(way):
     assert caught.value.got == "indices" and 'attn_implementation="sdpa"' in caught.value.hint
     if way in ("dta", "dense"):
         assert "attention_interface(" in caught.value.where
+
+
+def test_a_model_that_reads_the_entries_of_our_mask_is_told_so():
+    mask = CausalMask(None, 3)
+    assert mask[1] == 3
+    with pytest.raises(OptionError, match="reads the entries of its mask"):
+        mask[:, 0, :, :]
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

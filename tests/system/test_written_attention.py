@@ -544,6 +544,34 @@ def test_what_is_no_causal_attention_is_refused_by_name(way, words):
     assert f"in {way.__name__} |" in str(caught.value)
 
 
+FILLED = {
+    "filled": lambda scores, later: scores.masked_fill(later, -1e4),
+    "added": lambda scores, later: scores + later.to(scores.dtype) * -1e4,
+    "bounded": lambda scores, later: scores.masked_fill(later, -math.inf).clamp(min=-1e4),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"sweep": "stages"}])
+@pytest.mark.parametrize("filled", FILLED.values(), ids=FILLED)
+def test_a_number_hides_keys_only_if_no_score_comes_near_it(filled, options):
+    """The model's `bias` scales the scores, so that one program meets small ones and large ones."""
+
+    def way(model, q, k, v, pairs):
+        q, k, v = by_heads(q, k, v)
+        later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+        return (filled(q * model.scale[0] @ k.mT, later).softmax(-1) @ v).transpose(1, 2)
+
+    model, ids = WrittenLM(way), shared_ids(4, 9)
+    compiled = assert_equals_eager(model, ids, **options)
+    with torch.no_grad():
+        model.scale.fill_(1e6)
+    with pytest.raises(RefusalError, match="the number in its mask may not hide keys") as caught:
+        compiled(ids)
+    assert "in way |" in str(caught.value)
+    with torch.no_grad(), pytest.raises(RefusalError, match="may not hide keys"):
+        compiled(ids)
+
+
 def test_attention_that_is_not_recognised_is_refused_after_one_that_is():
     model, ids = WrittenLM(with_a_buffer, with_changed_weights), shared_ids(4, 9)
     torch._dynamo.reset()

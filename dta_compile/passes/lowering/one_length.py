@@ -233,12 +233,16 @@ class OneLength:
         """Raise `RefusalError` if a node has specialised the symbol to a constant."""
         if expression(self.size).free_symbols:
             return
+        is_mapped = any("vmap" in str(one.target) for one in node.graph.nodes)
         raise RefusalError(
             "the token size is a constant of this graph, and it is not clear here which sizes count tokens",
             where=where(node),
             expected=f"sizes of {self.number} that count tokens, or such that do not",
-            got=f"{node.target} combines both",
-            hint="let Python not depend on the number of tokens (x.chunk(8, 1) instead of a loop over slices of so "
+            got=f"{node.target} combines both"
+            + (", inside of torch.func.vmap, which makes sizes constants" * is_mapped),
+            hint="write the mapped axis out: operators take a batch as it is"
+            if is_mapped
+            else "let Python not depend on the number of tokens (x.chunk(8, 1) instead of a loop over slices of so "
             "many tokens), or pad to a length that no feature size of the model is equal to",
         )
 

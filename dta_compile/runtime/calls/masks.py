@@ -39,6 +39,7 @@ class ReadMasks:
         valid: `[B, S]` real tokens.
         starts: `[B, S]` real tokens that begin a sequence, where rows are packed; None: the real tokens of a row are
             one sequence.
+        fillers: by attention layer, the largest finite number that its mask hides keys by; -inf without one.
         classes: mask class by attention layer. A mixer without a mask takes all tokens of a row for real and for one
             sequence, except recurrences, which then follow the masks of other layers.
     """
@@ -46,6 +47,7 @@ class ReadMasks:
     valid: Booleans
     starts: Booleans | None
     classes: list[MaskClass]
+    fillers: list[float]
 
     @property
     def limits(self) -> list[Limit | None]:
@@ -89,8 +91,7 @@ def read_masks(
     classes = {mask: reader.class_of(mask) for mask in masks}
     distinct = list(dict.fromkeys(classes.values()))
     valid = reader.valid_of(distinct) if distinct else reader.unpadded()
-    for mask_class in distinct:
-        reader.check(mask_class)
+    fillers = {mask_class: reader.check(mask_class) for mask_class in distinct}
     on_host: Booleans = valid.contiguous().cpu().numpy()
     starts: Booleans | None = None
     if any(mask_class.segments or mask_class.positions or mask_class.chunk for mask_class in distinct):
@@ -107,7 +108,7 @@ def read_masks(
         _require_contiguous(on_host, starts, "a recurrence runs over it")
         reader.require_silence(valid)
     spans = [classes[layer.mask] for layer in layers if isinstance(layer, AttentionLayer)]
-    return ReadMasks(on_host, starts, spans)
+    return ReadMasks(on_host, starts, spans, [fillers[mask_class] for mask_class in spans])
 
 
 def number_of_call(
@@ -315,16 +316,19 @@ class _Reader:
         if mask_class.chunk is not None and mask_class.counted is not None:
             self._require_aligned(mask_class.counted, mask_class.chunk, sequences)
 
-    def check(self, mask_class: MaskClass) -> None:
-        """Raise unless values are binary, a bias or bounded, as the proof assumes."""
+    def check(self, mask_class: MaskClass) -> float:
+        """Return the mask's filler; raise unless values are binary, a bias or bounded, as the proof assumes."""
+        filler = mask_class.filler
         for term in mask_class.binary:
             values = self.value(term)
             self._require(term, (values == 0) | (values == 1), "zero or one")
         for term in mask_class.bias:
             values = self.value(term)
             self._require(term, (values == 0) | (values <= FORBIDDEN), f"zero, or at most {FORBIDDEN:g}")
+            filler = max(filler, torch.where(values == 0, -torch.inf, values).amax().item())
         for term in mask_class.bounded:
             self._require_bounded(term)
+        return filler
 
     def _require_bounded(self, term: Term) -> None:
         values = self.value(term)

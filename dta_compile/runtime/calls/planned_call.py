@@ -29,6 +29,7 @@ from dta_compile.plan.cost import BY_STAGES, chunk_sizes
 from dta_compile.plan.schedule import Anchor, Backward, Forward
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.plan.tree.split_prefixes import SplitPrefixes
+from dta_compile.proofs.mask_class import CERTAIN
 from dta_compile.runtime.calls.call import Call
 from dta_compile.runtime.calls.executor import ChunkData, Executor
 from dta_compile.runtime.calls.masks import ReadMasks
@@ -126,6 +127,7 @@ class PlannedCall(Call):
             parameters = data.whole[: len(self.executable.region_parameters)]
             lease = cache.lease(*layers, capacity, self.device, attention, parameters, codes)
         path = lease.path if lease else self.path(part)
+        path.watch(self._fillers(part))
         executor = Executor(part, frontier, data, self.rows, path, watch, lease, codes)
         if lease:
             weakref.finalize(executor, lease.arena.release)  # however the call ends
@@ -137,6 +139,12 @@ class PlannedCall(Call):
 
     def _layers(self, part: Part) -> tuple[list[MixerLayer], list[AnyRuntime]]:
         return [self.executable.mixers[i] for i in part.layers], [self._runtimes[i] for i in part.layers]
+
+    def _fillers(self, part: Part) -> dict[int, float]:
+        """Return the numbers by which masks hide keys, by layer of a part, where their effect depends on the scores."""
+        fillers = dict(zip((layer.index for layer in self.executable.attention), self.masks.fillers, strict=True))
+        known = {number: fillers.get(i, -math.inf) for number, i in enumerate(part.layers)}
+        return {number: filler for number, filler in known.items() if filler > CERTAIN}
 
     @property
     def _capacity(self) -> int:

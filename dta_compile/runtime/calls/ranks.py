@@ -50,6 +50,17 @@ class Ranks:
         self._raise_together(failed, answers)
         return value, limits.agreed(answers)
 
+    def check(self, require: Callable[[], None]) -> None:
+        """Call `require`, and raise `DTAError` if it does on any rank."""
+        if self._group is None:
+            return require()
+        failed: DTAError | None = None
+        try:
+            require()
+        except DTAError as error:
+            failed = error
+        self._raise_together(failed, self._group.gather(None if failed is None else str(failed)))
+
     def _raise_together(self, failed: DTAError | None, answers: Sequence[Any]) -> None:
         """Raise on all ranks if any reported an error; if all did, each raises its own."""
         problems = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, str)}

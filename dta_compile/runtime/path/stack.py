@@ -6,13 +6,14 @@ The opaque mixer operators of chunk graphs call it; the executor cuts and refill
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 
 from dta_compile.executable.layers import MixerLayer, RecurrentLayer
 from dta_compile.runtime.path.chunk_shape import ChunkShape, ChunkTable
+from dta_compile.runtime.path.fillers import require_hidden
 from dta_compile.runtime.path.interface import (
     AnyRuntime,
     LayerInputs,
@@ -54,6 +55,8 @@ class PathStack:
         running: running states, by recurrent layer.
         recorded: by layer, the results that `mix` records, unless None; only of layers without a running state.
         results: by layer, results that `mix` returns once instead of running the layer.
+        fillers: by layer, the largest finite number that its mask hides keys by, where scores may be as low.
+        norms: `[layers, 2]` largest norms of the scaled queries and of the keys of these layers so far.
     """
 
     def __init__(
@@ -72,6 +75,8 @@ class PathStack:
         self.layers, self.runtimes, self.capacity, self.device = layers, runtimes, capacity, device
         self.token_states = PathStates([layer.states for layer in layers], capacity, device)
         self.states = self.token_states.of_layers
+        self.fillers: Mapping[int, float] = {}
+        self.norms = torch.zeros(len(layers), 2, dtype=torch.float64, device=device)
         self._latest: tuple[ChunkShape, int, Reach] | None = None
         self.running = {
             number: RunningStates(layer.running, device)
@@ -82,6 +87,15 @@ class PathStack:
     def allocate_gradients(self) -> None:
         """Allocate zeroed gradients of states; needed before the first backward."""
         self.token_states.allocate_gradients()
+
+    def watch(self, fillers: Mapping[int, float]) -> None:
+        """Measure the queries and keys of these layers from now on, and forget what was measured."""
+        self.fillers = fillers
+        self.norms.zero_()
+
+    def require_hidden(self) -> None:
+        """Raise `RefusalError` unless masks have hidden their keys from all chunks so far; synchronises the device."""
+        require_hidden(self.layers, self.fillers, self.norms)
 
     def waits_for(self, start: int) -> bool:
         """Return whether gradients may be pending for a chunk whose spine begins at depth `start`."""
@@ -118,6 +132,8 @@ class PathStack:
 
     def write(self, layer: int, *states: torch.Tensor) -> None:
         """Copy the states of the chunk's spine onto the path."""
+        if layer in self.fillers:
+            self._measure(layer, 1, states[0])
         self.states[layer].write(self._reach(), states)
 
     def mix(self, layer: int, *arguments: Any) -> torch.Tensor | Tensors:
@@ -128,6 +144,8 @@ class PathStack:
         if layer in self.running:
             return self._run(layer, operands, constants)
         self.write(layer, *mixer.states_of(operands))
+        if layer in self.fillers:
+            self._measure(layer, 0, operands[0], constants[0])
         results = self.results.pop(layer, None)
         if results is None:
             results = self._runtime(layer).forward(self._inputs(layer, operands, constants))
@@ -150,6 +168,12 @@ class PathStack:
             grads = self._runtime(layer).backward(grad, results, inputs, states.gradients_above(reach))
             states.take(reach, mixer.states_of(grads))
         return _as_returned(tuple(map(_in_dtype_of, operands, grads)))
+
+    def _measure(self, layer: int, column: int, vectors: torch.Tensor, scale: float = 1.0) -> None:
+        """Update `norms` by queries or keys; a token that is not finite is none that a mask could hide."""
+        norms = torch.linalg.vector_norm(vectors.detach(), dim=-1, dtype=torch.float64).mul_(scale)
+        largest = self.norms[layer, column]
+        torch.maximum(largest, norms.nan_to_num_(0.0, 0.0, 0.0).amax(), out=largest)
 
     def _run(self, layer: int, operands: Tensors, constants: tuple[Any, ...]) -> torch.Tensor:
         """Run a recurrence over the chunk from the running state above it."""

@@ -63,7 +63,7 @@ class Lease:
             return run(arguments)
         copied = [tensor.data_ptr() not in self.fixed for tensor in tensors]
         shapes = tuple(tensor.shape for tensor, copy in zip(tensors, copied, strict=True) if copy)
-        layers = tuple(runtime.key for runtime in path.runtimes)
+        layers = (*(runtime.key for runtime in path.runtimes), *path.fillers)
         key = GraphKey(id(graph), path.chunk.tokens, path.bound, layers, shapes)
         path.prepare()
         path.replaying = True

@@ -1,5 +1,6 @@
 """Attention masks: what is derived of them holds for all pairs of tokens, or they are refused by name."""
 
+import math
 import re
 
 import pytest
@@ -495,6 +496,26 @@ def test_masks_that_are_understood(name):
     assert all(re.search(text, str(one.classes[0])) for one in found)
     again = [one.pickled().check() for one in traced]
     assert [str(one.classes[0]) for one in again] == [str(one.classes[0]) for one in found]
+
+
+def hidden_by(number):
+    return torch.zeros(3, 9, 9).masked_fill(~GIVEN, number)
+
+
+@pytest.mark.parametrize(
+    "mask, given, filler",
+    [
+        (causal, (), -math.inf),
+        (lambda ids: torch.where(causal(ids), 0.0, -1e9), (), -1e9),
+        (lambda ids, pad: torch.where(causal(ids), 0.0, -math.inf) - (1 - pad[:, None, None]) * 2e4, (MASK,), -2e4),
+        (lambda ids, bias: torch.where(causal(ids), 0.0, -1e9) + bias[:, None, None], (-3e4 * (1 - MASK),), -3e4),
+        (lambda ids, given: given[:, None], (hidden_by(-5e4),), -5e4),
+        (lambda ids, given: given[:, None], (torch.where(DISTANCE < 0, -math.inf, hidden_by(-6e4)),), -6e4),
+    ],
+)
+def test_the_largest_number_that_hides_a_key_is_known(mask, given, filler):
+    (traced,) = calls(lambda ids, *given: mask(ids, *given).double() if given else mask(ids), [(IDS, *given)])
+    assert traced.check().fillers == [filler]
 
 
 WRITES = {

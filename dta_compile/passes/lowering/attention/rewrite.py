@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ from dta_compile.passes.lowering.attention.factors import (
 from dta_compile.passes.lowering.attention.scores import PathTo, Scores, is_added
 from dta_compile.passes.program import ancestors, where
 from dta_compile.passes.symbols import sizes
-from dta_compile.proofs.mask_class import FORBIDDEN
+from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
 
 aten = torch.ops.aten
 
@@ -382,9 +383,14 @@ class Rewrite:
         added = self._joined(aten.add.Tensor, biases)
         if added is not None:
             added = self._cast(added, dtype)
-            if allowed is not None:
-                never = self.call(aten.full_like.default, added, -float("inf"))
-                added = self.call(aten.where.self, allowed, added, never)
+        filler = max(scores.filler, torch.finfo(dtype).min) if scores.filler > CERTAIN else -math.inf
+        if filler > -math.inf and added is not None:  # a lower bound of scores
+            added = self.call(aten.clamp_min.default, added, filler)
+        elif filler > -math.inf and allowed is not None:  # the proof reads the filler from the mask
+            added = self.call(aten.full_like.default, allowed, 0.0, dtype=dtype)
+        if allowed is not None and added is not None:
+            never = self.call(aten.full_like.default, added, filler)
+            added = self.call(aten.where.self, allowed, added, never)
         return self._gated(allowed if added is None else added)
 
     def _is_of_scores(self, node: fx.Node) -> bool:

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dta_compile.integrations.fully_shard import free, groups_of, running, show_unsharded
+from dta_compile.integrations.fully_shard import (
+    bytes_of_gradients,
+    bytes_of_parameters,
+    free,
+    groups_of,
+    running,
+    show_unsharded,
+)
 
 
 class LayerGroups:
@@ -22,10 +29,13 @@ class LayerGroups:
     Attributes:
         modules: one of the modules that share a state, by state.
         parts: states by part.
+        waiting: by part, bytes of gradients that it is the first to compute, and that are reduced after all parts.
     """
 
-    def __init__(self, modules: Mapping[Any, Any], parts: Sequence[Sequence[Any]]) -> None:
-        self.modules, self.parts = modules, parts
+    def __init__(
+        self, modules: Mapping[Any, Any], parts: Sequence[Sequence[Any]], waiting: Sequence[int] | None = None
+    ) -> None:
+        self.modules, self.parts, self.waiting = modules, parts, waiting or [0] * len(parts)
         self._first = {state: number for number, states in reversed([*enumerate(parts)]) for state in states}
 
     def begin(self, part: int) -> None:
@@ -54,6 +64,25 @@ class LayerGroups:
             for group in groups_of([state]):
                 with group.use_training_state(type(group._training_state).PRE_BACKWARD):
                     group.unshard(async_op=True)
+
+    def bytes_of(self, part: int) -> tuple[int, int]:
+        """Return the bytes on this rank of gathered parameters and whole gradients while a part goes forward and back.
+
+        Forward these are the part's parameters, and those of the next part, which are on their way; backward likewise
+        with the part before. Backward there are also the input of the latest reduction, which FSDP2 holds until the
+        next one, and gradients that are reduced after all parts. What collectives allocate themselves is not known.
+        """
+        own = set(self._of(part))
+        forward, backward = (
+            sum(map(bytes_of_parameters, groups_of(own | set(self._of(neighbour)))))
+            for neighbour in (part + 1, part - 1)
+        )
+        later = range(part + 1, len(self.parts))
+        final = [[state for state in self._of(number) if self._first[state] == number] for number in later]
+        waiting = sum(self.waiting[number] for number in later)
+        reduced = [group for states in final for group in groups_of(states) if group.reduce_grads]
+        waiting += sum(bytes_of_gradients(g) for states in final for g in groups_of(states) if not g.reduce_grads)
+        return forward, backward + waiting + (bytes_of_gradients(reduced[0]) if reduced else 0)
 
     def any_rank(self, mine: bool) -> bool:
         """Return whether `mine` is true on this rank or any rank that shares parameters with it."""
@@ -114,7 +143,14 @@ def layer_groups(parts: Sequence[Sequence[torch.Tensor]], others: Iterable[torch
         return None
     for call in calls:
         call.runs_layer_by_layer = True
-    return LayerGroups(modules, of_parts)
+    last = {_memory(parameter): number for number, parameters in enumerate(parts) for parameter in parameters}
+    waiting = [0] * len(parts)
+    for group in groups_of(state for call in calls for state in call.modules if state not in call.layers):
+        for parameter in group.fsdp_params:
+            unsharded = parameter._unsharded_param
+            if unsharded.requires_grad and (number := last.get(_memory(unsharded))) is not None:
+                waiting[number] += unsharded.numel() * unsharded.itemsize
+    return LayerGroups(modules, of_parts, waiting)
 
 
 def gather_all() -> None:

@@ -85,12 +85,15 @@ class PartBytes(NamedTuple):
         sums: buffers in which gradients of its parameters are summed.
         sent: values that it passes to later parts, per token.
         returned: gradients of its outputs of the call, both as they arrive and summed onto rows.
+        gathered: parameters gathered from other ranks, and whole gradients not yet reduced, as it goes forward and
+            backward.
     """
 
     footprint: Footprint
     sums: float = 0.0
     sent: float = 0.0
     returned: float = 0.0
+    gathered: tuple[float, float] = (0.0, 0.0)
 
 
 def bytes_of_halves(
@@ -120,9 +123,10 @@ def bytes_of_halves(
             known[key] = _halves(tree, run, footprint, head_starts)
         forward, backward, left = known[key]
         stack = footprint.kv_token * stack_tokens
-        first = max(first, held + stack + forward + sent)
+        first = max(first, held + stack + forward + sent + part.gathered[0])
         # The second half runs the parts in reverse: later parts are freed, and gradients of sent values are here.
-        second = max(second, held + 2 * stack + part.sums + backward + 2 * sent + part.returned)
+        here = 2 * stack + part.sums + part.returned + part.gathered[1]
+        second = max(second, held + here + backward + 2 * sent)
         held += sent + (left if len(parts) > 1 else 0.0)
     return first, second
 

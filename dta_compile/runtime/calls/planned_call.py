@@ -198,7 +198,8 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
     ranks.require_same("the tokens of a batch", *tokens.keys, rows.head_positions, rows.position_rows, plan.schedule)
     plan.estimates.notes += _notes(call, tokens)
     gathered, in_flight = bytes_of_running()
-    plan.estimates.gathered_bytes = gathered
+    by_part = max((max(part.gathered) for part in limits.parts_of(plan.schedule.sweep)), default=0)
+    plan.estimates.gathered_bytes = gathered + int(by_part)
     plan.estimates.peak_bytes = gathered + max(_peak_bytes(call, rows, plan, limits, wanted), in_flight)
     needed = [mask if is_wanted else None for mask, is_wanted in zip(read.used, wanted, strict=True)]
     layout = BatchLayout.of(
@@ -288,7 +289,7 @@ def _split(
 def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
     """Return what the planner knows of model, machine and batch: memory budget, footprints, rates, chunk sizes."""
     executable, asked_for = call.executable, call.context.options.memory_budget
-    joint, whole = executable.joint, _bytes_of_part(call, executable.whole)
+    joint, whole, layers = executable.joint, _bytes_of_part(call, executable.whole), call.context.layers
     kinds = {part.graphs: part for part in executable.parts}
     known = {graphs: _bytes_of_part(call, part) for graphs, part in kinds.items()}
     budget = default_budget(call.device, int(whole.sums)) if asked_for is None else asked_for
@@ -299,7 +300,10 @@ def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
         rows.head_starts,
         chunk_sizes(budget, joint.token_bytes + joint.head_bytes),
         whole.sums,
-        tuple(known[part.graphs]._replace(sent=part.written_bytes) for part in executable.parts),
+        tuple(
+            known[part.graphs]._replace(sent=part.written_bytes, gathered=layers.bytes_of(number) if layers else (0, 0))
+            for number, part in enumerate(executable.parts)
+        ),
         asked_for is not None,
         _by_stages(call, list(known.values()), rows) if mode == "transparent" and len(known) > 1 else None,
     )

@@ -322,11 +322,11 @@ def backbone() -> None:
 def predicted_memory() -> None:
     """Check that the plan's peak is a step's: parameters gathered by then, reductions, gradient sums, activations."""
     counting()
-    ids = torch.randint(31, (8 + dist.get_rank(), 60))  # as backends that copy what they gather do it before the peak
+    ids = torch.randint(31, (5 + dist.get_rank(), 60))  # as backends that copy what they gather do it before the peak
     for sweep, layers in (("auto", 6), ("chunks", 2)):
         torch.compiler.reset()
         options = {"memory_budget": 0, "sweep": sweep}
-        compiled = torch.compile(by_hand(model := TinyLM(width=128, layers=layers)), backend="dta", options=options)
+        compiled = torch.compile(by_hand(model := TinyLM(width=256, layers=layers)), backend="dta", options=options)
 
         def step(compiled: Any = compiled, model: torch.nn.Module = model) -> None:
             weighted(compiled(ids)).backward()

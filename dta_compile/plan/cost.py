@@ -410,23 +410,26 @@ def _build(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Sch
         return with_states(tree, schedule) if has_states else schedule
 
     usual = built(keep)
-    if mode != "transparent" or options.sweep != "stages" or limits.budget is None or not limits.parts:
+    if mode != "transparent" or options.sweep != "stages":
         return usual
     sent = sum(part.sent for part in limits.parts)
-    if limits.groups > 1 or (limits.room is not None and tree.num_rows * sent > limits.room):
-        groups = _groups(tree, limits, sent)
+    least = max(limits.groups, options.groups or 1)
+    if least > 1 or (limits.room is not None and tree.num_rows * sent > limits.room):
+        groups = _groups(tree, limits, sent, least)
         if len(groups) > 1:
             return usual.in_groups(_group_ops(group, tree.of(group), options, limits) for group in groups)
+    if limits.budget is None or not limits.parts:
+        return usual
     layers, of_last = _spend_rest(tree, chunks, keep, limits)
     others = len(limits.parts) - 1 - layers
     return usual.with_parts([(others, usual), (layers, built(KEEP_ALL) if layers else usual), (1, built(of_last))])
 
 
-def _groups(tree: PrefixTree, limits: Limits, sent: float) -> list[list[int]]:
+def _groups(tree: PrefixTree, limits: Limits, sent: float, least: int) -> list[list[int]]:
     """Divide the sequences into the fewest groups of which each passes few enough bytes (`sent` a token) to fit."""
-    most = max(int(np.count_nonzero(tree.lengths)), limits.groups)
+    most = max(int(np.count_nonzero(tree.lengths)), least)
     room = max(math.inf if limits.room is None else limits.room, int(tree.lengths.max(initial=0)) * sent, 1.0)
-    number = min(max(math.ceil(tree.num_rows * sent / room), limits.groups), most)
+    number = min(max(math.ceil(tree.num_rows * sent / room), least), most)
     while True:
         groups = balance(tree, number, contiguous=True)
         largest = max(tree.of(group).num_rows for group in groups) * sent

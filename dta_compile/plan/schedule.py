@@ -258,7 +258,7 @@ class Schedule:
         if mode not in MODES:
             raise _syntax_error("unknown mode", number, header, ", ".join(MODES), mode)
         rows = [(number, line) for number, line in lines[1:] if not line.startswith("#")]
-        if by_stages and any(line.startswith("group ") for _, line in rows):
+        if by_stages and any(line.startswith("group") for _, line in rows):
             return cls((), strategy, order, mode, int(chunk_size), "stages").in_groups(_parse_groups(rows))
         heads = [i for i, (_, line) in enumerate(rows) if by_stages and line.startswith("parts ")]
         ops, *others = (
@@ -310,10 +310,10 @@ def _parse_parts(rows: Sequence[tuple[int, str]]) -> tuple[int, list[tuple[int, 
 
 def _parse_groups(rows: Sequence[tuple[int, str]]) -> Iterator[GroupOps]:
     """Parse `group` lines, each followed by its ops; the first line is one."""
-    heads = [i for i, (_, line) in enumerate(rows) if line.startswith("group ")]
+    heads = [i for i, (_, line) in enumerate(rows) if line.startswith("group")]
     for head, stop in pairwise([0, *heads[1:], len(rows)]):
         number, line = rows[head]
-        if not line.startswith("group ") or not line.endswith(":"):
+        if not line.startswith("group") or not line.endswith(":"):
             raise _syntax_error("not a group of sequences", number, line, "group s0..s9 s12:, before its ops", line)
         sequences = tuple(s for word in line[6:-1].split() for s in _parse_sequences(number, line, word))
         yield GroupOps(sequences, tuple(_parse_op(*row) for row in rows[head + 1 : stop]))

@@ -55,6 +55,8 @@ class Options:
         memory_budget: bytes of activations that may be kept from the forward pass to the backward pass, as a number or
             like "8GB" or "1.5GiB"; None: the default share of the free memory; 0: nothing beyond the minimum of a sweep
             of stages (with sweep="chunks", the paper's depth-bounded memory).
+        groups: least number of groups of subtrees that a sweep of stages goes through one after another, which divides
+            the hidden states between layers and takes one more forward; None: one, or as many as memory demands.
         fallback: how a refused program behaves: "raise" its typed error, or run "dense" with a warning.
         attention: implementation of attention: "cpu" (torch's flash kernels for CPUs), "triton" (our own kernels),
             "reference" (plain math), or "auto": the first of them that supports the model.
@@ -76,6 +78,7 @@ class Options:
     sweep: str = "auto"
     verify: str = "auto"
     memory_budget: int | None = None
+    groups: int | None = None
     fallback: str = "raise"
     attention: str = "auto"
     cuda_graphs: bool = True
@@ -88,6 +91,8 @@ class Options:
             self._set("chunk_size", _integer("chunk_size", self.chunk_size, 1, MOST_CHUNK_TOKENS))
         if self.memory_budget is not None:
             self._set("memory_budget", _bytes("memory_budget", self.memory_budget))
+        if self.groups is not None:
+            self._set("groups", _integer("groups", self.groups, 1, MOST_CHUNK_TOKENS))
         for key, choices in CHOICES.items():
             _check_choice(key, getattr(self, key), choices)
         self._set("cuda_graphs", _bool("cuda_graphs", self.cuda_graphs))

@@ -25,15 +25,20 @@ if not torch.cuda.is_available():
 
 from dta_compile.options import Options  # noqa: E402 - after the line above
 from dta_compile.program_cache import cache  # noqa: E402
+from tests.support.groups import in_groups  # noqa: E402
 
 
 def pytest_addoption(parser):
-    parser.addoption("--sweep", help="run every compiled call that names no sweep with this one: chunks or stages")
+    text = "run every compiled call that names no sweep with this one: chunks, stages, or groups (stages over subtrees)"
+    parser.addoption("--sweep", help=text)
 
 
 def pytest_configure(config):
     if sweep := config.getoption("--sweep"):
         parse = Options.parse
+        if sweep == "groups":
+            in_groups(pytest.MonkeyPatch())
+            sweep = "stages"
         Options.parse = lambda mapping: parse({"sweep": sweep, **(mapping or {})})
 
 

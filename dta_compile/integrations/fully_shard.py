@@ -29,6 +29,8 @@ from dta_compile.integrations.tracing import traces_for_this_backend
 __all__ = [
     "Gathered",
     "Sharded",
+    "bytes_of_gradients",
+    "bytes_of_parameters",
     "bytes_of_running",
     "free",
     "groups_of",
@@ -104,8 +106,7 @@ class Gathered:
     @property
     def bytes_of_parameters(self) -> int:
         """Bytes on this rank of all parameters when they are gathered."""
-        parameters = (parameter for group in groups_of(self.modules) for parameter in group.fsdp_params)
-        return sum(_bytes(parameter._unsharded_param) for parameter in parameters)
+        return sum(map(bytes_of_parameters, groups_of(self.modules)))
 
     def complete(self) -> None:
         """Gather all parameters that are not yet."""
@@ -187,26 +188,44 @@ def held() -> Iterator[Callable[[], None]]:
 
 
 def bytes_of_running() -> tuple[int, int]:
-    """Return bytes on this rank for the running calls: of gathered parameters and gradients, and of gathers in flight.
+    """Return bytes on this rank for the running calls, without layers that are gathered one by one.
 
-    The first are unsharded parameters (of runs layer by layer, those of the two largest groups) and gradients that wait
-    for a reduction; the second is the maximum during gathering.
+    The first number is of gathered parameters and of gradients that wait for a reduction; the second is the maximum
+    during gathering, or during the reductions at the end of a backward.
     """
-    gathered, by_layer, waiting = [0, 0], [0, 0], 0
+    gathered, waiting = [0, 0], 0
     for call in running():
         for state in call.modules:
             for group in groups_of([state]):
-                sizes = by_layer if call.runs_layer_by_layer and state in call.layers else gathered
-                sizes.append(sum(_bytes(parameter._unsharded_param) for parameter in group.fsdp_params))
+                if not (call.runs_layer_by_layer and state in call.layers):
+                    gathered.append(bytes_of_parameters(group))
                 for parameter in group.fsdp_params:
                     waiting += _bytes(parameter.unsharded_accumulated_grad) + _bytes(parameter._unsharded_param.grad)
-    largest = sum(sorted(by_layer)[-2:])
-    return sum(gathered) + largest + waiting, sum(sorted(gathered + by_layer)[-2:])
+    return sum(gathered) + waiting, sum(sorted(gathered)[-2:])
+
+
+def bytes_of_parameters(group: Any) -> int:
+    """Return the bytes on this rank of a group's parameters when they are gathered."""
+    return sum(_bytes(parameter._unsharded_param) for parameter in group.fsdp_params)
+
+
+def bytes_of_gradients(group: Any) -> int:
+    """Return the bytes of a group's whole gradients in the dtype that they are reduced in."""
+    trained = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
+    sizes = [_own(parameter._unsharded_param) for parameter in trained]
+    return sum(
+        own.numel() * (parameter.reduce_dtype or own.dtype).itemsize
+        for parameter, own in zip(trained, sizes, strict=True)
+    )
 
 
 def _bytes(tensor: torch.Tensor | None) -> int:
-    own = getattr(tensor, "_local_tensor", tensor)  # with tensor parallelism a rank gathers its shard only
-    return 0 if own is None else own.numel() * own.itemsize
+    return 0 if tensor is None else _own(tensor).numel() * _own(tensor).itemsize
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a rank's part of a tensor: with tensor parallelism it gathers no more."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _leave() -> None:

@@ -7,13 +7,22 @@ and reduce in the same order, however different their trees are. `runtime.engine
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dta_compile.integrations.fully_shard import free, groups_of, running, show_unsharded
+from dta_compile.integrations.fully_shard import (
+    bytes_of_gradients,
+    bytes_of_parameters,
+    free,
+    groups_of,
+    running,
+    show_unsharded,
+)
+from dta_compile.ops.dtypes import statistics_dtype
 
 
 class LayerGroups:
@@ -22,10 +31,14 @@ class LayerGroups:
     Attributes:
         modules: one of the modules that share a state, by state.
         parts: states by part.
+        waiting: by part, bytes of gradients that it is the first to compute, and that are reduced after all parts.
     """
 
-    def __init__(self, modules: Mapping[Any, Any], parts: Sequence[Sequence[Any]]) -> None:
-        self.modules, self.parts = modules, parts
+    def __init__(
+        self, modules: Mapping[Any, Any], parts: Sequence[Sequence[Any]], waiting: Sequence[int] | None = None
+    ) -> None:
+        self.modules, self.parts, self.waiting = modules, parts, waiting or [0] * len(parts)
+        self._memories = {_memory(p._unsharded_param) for group in groups_of(modules) for p in group.fsdp_params}
         self._first = {state: number for number, states in reversed([*enumerate(parts)]) for state in states}
 
     def begin(self, part: int) -> None:
@@ -44,10 +57,7 @@ class LayerGroups:
 
     def begin_backward(self, part: int) -> None:
         """Reduce the groups first read by the part after this one, gather those of this part, and prefetch the next."""
-        for state in self._of(part + 1):
-            if self._first[state] == part + 1:
-                for group in reversed(groups_of([state])):
-                    group.post_backward()
+        self._reduce(part + 1)
         for state in self._of(part):
             state._pre_backward(None)
         for state in self._of(part - 1):
@@ -55,15 +65,67 @@ class LayerGroups:
                 with group.use_training_state(type(group._training_state).PRE_BACKWARD):
                     group.unshard(async_op=True)
 
-    def any_rank(self, mine: bool) -> bool:
-        """Return whether `mine` is true on this rank or any rank that shares parameters with it."""
+    def bytes_of(self, part: int) -> tuple[int, int]:
+        """Return the bytes on this rank of gathered parameters and whole gradients while a part goes forward and back.
+
+        Forward these are the part's parameters, and those of the next part, which are on their way; backward likewise
+        with the part before. Backward there are also the input of the latest reduction, which FSDP2 holds until the
+        next one, and gradients that are reduced after all parts. What collectives allocate themselves is not known.
+        """
+        own = set(self._of(part))
+        forward, backward = (
+            sum(map(bytes_of_parameters, groups_of(own | set(self._of(neighbour)))))
+            for neighbour in (part + 1, part - 1)
+        )
+        later = range(part + 1, len(self.parts))
+        final = [[state for state in self._of(number) if self._first[state] == number] for number in later]
+        waiting = sum(self.waiting[number] for number in later)
+        reduced = [group for states in final for group in groups_of(states) if group.reduce_grads]
+        waiting += sum(bytes_of_gradients(g) for states in final for g in groups_of(states) if not g.reduce_grads)
+        return forward, backward + waiting + (bytes_of_gradients(reduced[0]) if reduced else 0)
+
+    def bytes_of_sums(self, parameters: Sequence[torch.Tensor]) -> int:
+        """Return the bytes of the sums of gradients of those parameters that belong to the groups."""
+        own = [parameter for parameter in parameters if parameter.requires_grad and self.has(parameter)]
+        return sum(parameter.numel() * statistics_dtype(parameter.dtype).itemsize for parameter in own)
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter belongs to one of the groups."""
+        return _memory(parameter) in self._memories
+
+    def end_backward(self, part: int) -> None:
+        """Reduce the groups first read by a part, after its backward."""
+        self._reduce(part)
+
+    @contextlib.contextmanager
+    def in_between(self) -> Iterator[None]:
+        """Reduce a share of the gradients: hooks of sharded parameters run after the last reduction alone."""
+        parameters = [parameter.sharded_param for group in groups_of(self.modules) for parameter in group.fsdp_params]
+        hooks = [parameter._post_accumulate_grad_hooks for parameter in parameters]
+        for parameter in parameters:
+            parameter._post_accumulate_grad_hooks = None
+        try:
+            yield
+        finally:
+            for parameter, hook in zip(parameters, hooks, strict=True):
+                parameter._post_accumulate_grad_hooks = hook
+
+    def most(self, *mine: int) -> list[int]:
+        """Return the largest of each number over the ranks that share parameters with this one."""
         (group, *_) = groups_of([next(iter(self.modules))])
-        said = torch.tensor([float(mine)], device=group.device)
+        said = torch.tensor(mine, device=group.device)
         mesh = group.mesh_info
         for name in ("shard_process_group", "replicate_process_group"):
             if (process_group := getattr(mesh, name, None)) is not None:
                 dist.all_reduce(said, dist.ReduceOp.MAX, process_group)
-        return bool(said.item())
+        numbers: list[int] = said.tolist()
+        return numbers
+
+    def _reduce(self, part: int) -> None:
+        for state in self._of(part):
+            if self._first[state] == part:
+                for group in reversed(groups_of([state])):
+                    group.post_backward()
 
     def _gather(self, part: int) -> None:
         for state in self._of(part):
@@ -114,7 +176,14 @@ def layer_groups(parts: Sequence[Sequence[torch.Tensor]], others: Iterable[torch
         return None
     for call in calls:
         call.runs_layer_by_layer = True
-    return LayerGroups(modules, of_parts)
+    last = {_memory(parameter): number for number, parameters in enumerate(parts) for parameter in parameters}
+    waiting = [0] * len(parts)
+    for group in groups_of(state for call in calls for state in call.modules if state not in call.layers):
+        for parameter in group.fsdp_params:
+            unsharded = parameter._unsharded_param
+            if unsharded.requires_grad and (number := last.get(_memory(unsharded))) is not None:
+                waiting[number] += unsharded.numel() * unsharded.itemsize
+    return LayerGroups(modules, of_parts, waiting)
 
 
 def gather_all() -> None:

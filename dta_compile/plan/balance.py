@@ -15,7 +15,7 @@ from dta_compile.errors import PlanError
 from dta_compile.options import CHUNK_TOKENS, as_integer
 from dta_compile.plan.division.exchange import Group, Groups, deals, exchange
 from dta_compile.plan.division.run_costs import Items, RunCosts, contiguous_groups
-from dta_compile.plan.tree.lexicographic import IntArray, LexicographicOrder, lexicographic_order
+from dta_compile.plan.tree.lexicographic import IntArray, LexicographicOrder, common_of_some, lexicographic_order
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 
 NEAR_ENOUGH = 2**10  # search stops within 1/1024 of the lower bound of the largest cost
@@ -152,9 +152,6 @@ def exchange_whole_chunks(order: LexicographicOrder, groups: Groups, seconds: Tr
 
 def _tree(order: LexicographicOrder, positions: IntArray) -> PrefixTree:
     """Build the tree of the sequences at ascending `positions`, renumbered from 0; its `forks` are zeros."""
-    count = len(positions)
-    common = np.zeros(count, np.int64)
-    if count > 1:
-        common[1:] = np.minimum.reduceat(order.common[: positions[-1] + 1], positions[:-1] + 1)
+    count, common = len(positions), common_of_some(order.common, positions)
     lengths = order.lengths[order.order[positions]]
     return PrefixTree(LexicographicOrder(lengths, np.arange(count), common, np.zeros((count, 2), np.int64)))

@@ -7,6 +7,7 @@ between forward and backward.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import NamedTuple
@@ -14,9 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dta_compile.options import CHUNK_TOKENS, Options
+from dta_compile.plan.balance import balance
 from dta_compile.plan.peak_memory import Footprint, PartBytes, bytes_of_halves
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule, rebuilt_slices
-from dta_compile.plan.schedule import SWEEPS, Schedule
+from dta_compile.plan.schedule import SWEEPS, GroupOps, Schedule
 from dta_compile.plan.simulate import Simulation, Work, causal_pairs, chunk_work, simulate
 from dta_compile.plan.states import with_states
 from dta_compile.plan.tree.chunk import Chunk
@@ -201,6 +203,7 @@ class OfMachine(NamedTuple):
     cost: CostModel
     chunk_sizes: tuple[int, ...]
     by_stages: tuple[int, tuple[int, ...]] | None = None
+    room: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +220,8 @@ class Limits:
         parts: bytes of each part of a sweep of stages; empty: not known.
         is_asked_for: whether the user set the budget; otherwise it is a share of the free memory.
         by_stages: budget and chunk sizes of a sweep of stages, where they differ.
+        room: bytes that values passed between parts may take; above that they are swept group by group. None: any.
+        groups: least number of groups of subtrees, which ranks that gather parameters together have agreed on.
     """
 
     budget: int | None = None
@@ -228,6 +233,8 @@ class Limits:
     parts: tuple[PartBytes, ...] = ()
     is_asked_for: bool = False
     by_stages: tuple[int, tuple[int, ...]] | None = None
+    room: float | None = None
+    groups: int = 1
 
     def parts_of(self, sweep: str) -> Sequence[PartBytes]:
         """Return the parts that a sweep goes through; a sweep of chunks has one part with all layers."""
@@ -243,14 +250,16 @@ class Limits:
     @property
     def of_machine(self) -> OfMachine:
         """Fields that depend on the machine and its earlier runs, not on the model."""
-        return OfMachine(self.budget, self.cost, self.chunk_sizes, self.by_stages)
+        return OfMachine(self.budget, self.cost, self.chunk_sizes, self.by_stages, self.room)
 
     def agreed(self, others: Sequence[OfMachine]) -> Limits:
         """Return the limits that several ranks agree on: the least memory, and the rates of the first rank."""
         budget = min((machine.budget for machine in others if machine.budget is not None), default=None)
         sizes = min((machine.chunk_sizes for machine in others), key=len)
         by_stages = min((machine.by_stages for machine in others if machine.by_stages is not None), default=None)
-        return dataclasses.replace(self, budget=budget, cost=others[0].cost, chunk_sizes=sizes, by_stages=by_stages)
+        room = min((machine.room for machine in others if machine.room is not None), default=None)
+        known = {"budget": budget, "cost": others[0].cost, "chunk_sizes": sizes, "by_stages": by_stages, "room": room}
+        return dataclasses.replace(self, **known)  # type: ignore[arg-type]
 
     def unshared(self, shared: PrefixTree, unshared: PrefixTree) -> Limits:
         """Return the limits for the unshared tree, giving each token the shared tree's average number of head rows."""
@@ -330,6 +339,8 @@ def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -
     free = {sweep: limits.of_sweep(sweep).budget or 0 for sweep in SWEEPS}
     if not limits.is_asked_for and any(free.values()):  # a sweep with nothing free is out: its least may not fit
         left = {sweep: budget or -1 for sweep, budget in free.items()}
+        if nothing["stages"].schedule.groups:  # as many groups as fit
+            left["stages"] = 0
     choices = [chosen(sweep, left[sweep]) if left[sweep] else nothing[sweep] for sweep in SWEEPS if left[sweep] >= 0]
     best = min(choices, key=lambda choice: choice.seconds)
     bytes_of_both = ", ".join(f"{sweep} {size / 2**20:,.0f} MiB" for sweep, size in least.items())
@@ -397,11 +408,38 @@ def _build(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Sch
         return with_states(tree, schedule) if has_states else schedule
 
     usual = built(keep)
-    if mode != "transparent" or options.sweep != "stages" or limits.budget is None or not limits.parts:
+    if mode != "transparent" or options.sweep != "stages":
+        return usual
+    sent = sum(part.sent for part in limits.parts)
+    least = max(limits.groups, options.groups or 1)
+    if least > 1 or (limits.room is not None and tree.num_rows * sent > limits.room):
+        groups = _groups(tree, limits, sent, least)
+        if len(groups) > 1:
+            return usual.in_groups(_group_ops(group, tree.of(group), options, limits) for group in groups)
+    if limits.budget is None or not limits.parts:
         return usual
     layers, of_last = _spend_rest(tree, chunks, keep, limits)
     others = len(limits.parts) - 1 - layers
     return usual.with_parts([(others, usual), (layers, built(KEEP_ALL) if layers else usual), (1, built(of_last))])
+
+
+def _groups(tree: PrefixTree, limits: Limits, sent: float, least: int) -> list[list[int]]:
+    """Divide the sequences into the fewest groups of which each passes few enough bytes (`sent` a token) to fit."""
+    most = max(int(np.count_nonzero(tree.lengths)), least)
+    room = max(math.inf if limits.room is None else limits.room, int(tree.lengths.max(initial=0)) * sent, 1.0)
+    number = min(max(math.ceil(tree.num_rows * sent / room), least), most)
+    while True:
+        groups = balance(tree, number, contiguous=True)
+        largest = max(tree.of(group).num_rows for group in groups) * sent
+        if largest <= room or number == most:
+            return groups
+        number = min(max(number + 1, int(number * largest / room)), most)
+
+
+def _group_ops(group: Sequence[int], tree: PrefixTree, options: Options, limits: Limits) -> GroupOps:
+    chunks = chunk_tree(tree, options, limits.footprint.has_states)
+    schedule = build_schedule(tree, options, "transparent", KEEP_NOTHING, chunks)
+    return GroupOps(tuple(group), (with_states(tree, schedule) if limits.footprint.has_states else schedule).ops)
 
 
 def _spend_rest(tree: PrefixTree, chunks: ChunkTree, keep: Keep, limits: Limits) -> tuple[int, Keep]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Schedule
-from dta_compile.plan.simulate import Work, interpret
+from dta_compile.plan.simulate import Work, by_group, interpret
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 
@@ -82,12 +82,17 @@ class PartBytes(NamedTuple):
         sums: buffers in which gradients of its parameters are summed.
         sent: values that it passes to later parts, per token.
         returned: gradients of its outputs of the call, both as they arrive and summed onto rows.
+        reduced: share of `sums` that is reduced over ranks after every group of subtrees, instead of after all.
+        gathered: parameters gathered from other ranks, and whole gradients not yet reduced, as it goes forward and
+            backward.
     """
 
     footprint: Footprint
     sums: float = 0.0
     sent: float = 0.0
     returned: float = 0.0
+    reduced: float = 0.0
+    gathered: tuple[float, float] = (0.0, 0.0)
 
 
 def bytes_of_halves(
@@ -106,6 +111,14 @@ def bytes_of_halves(
         parts: the parts of a sweep of stages; one part with all layers for a sweep of chunks.
         stack_tokens: most tokens on the stack.
     """
+    if schedule.groups:
+        carried = sum(part.sums - part.reduced + part.returned for part in parts)
+        alone = [part._replace(sums=part.reduced, returned=0.0) for part in parts]
+        peaks = [
+            bytes_of_halves(tree_of_group, run, alone, stack_tokens, starts)
+            for tree_of_group, run, starts in by_group(tree, schedule, head_starts)
+        ]
+        return max(first for first, _ in peaks), carried + max(map(max, peaks))
     # By footprint and ops: peaks of both halves, and bytes kept between them.
     known: dict[tuple[int, int], tuple[float, float, float]] = {}
     first = second = held = 0.0
@@ -117,9 +130,10 @@ def bytes_of_halves(
             known[key] = _halves(tree, run, footprint, head_starts)
         forward, backward, left = known[key]
         stack = footprint.kv_token * stack_tokens
-        first = max(first, held + stack + forward + sent)
+        first = max(first, held + stack + forward + sent + part.gathered[0])
         # The second half runs the parts in reverse: later parts are freed, and gradients of sent values are here.
-        second = max(second, held + 2 * stack + part.sums + backward + 2 * sent + part.returned)
+        here = 2 * stack + part.sums + part.returned + part.gathered[1]
+        second = max(second, held + here + backward + 2 * sent)
         held += sent + (left if len(parts) > 1 else 0.0)
     return first, second
 

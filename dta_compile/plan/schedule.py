@@ -105,6 +105,13 @@ class PartOps(NamedTuple):
     ops: tuple[Op, ...]
 
 
+class GroupOps(NamedTuple):
+    """Ops of a group of sequences, over the tree of these alone (see `PrefixTree.of`)."""
+
+    sequences: tuple[int, ...]
+    ops: tuple[Op, ...]
+
+
 _KINDS: dict[str, type[Op]] = {
     kind.__name__.lower(): kind for kind in (Anchor, Forward, Attach, Backward, Pop, Restore)
 }
@@ -114,6 +121,7 @@ _STATES = "states@"  # prefix of the list of depths, after the flags
 _HEADER = "# dta schedule strategy={strategy} order={order} mode={mode} chunk_size={chunk_size}"
 _BY_STAGES = " sweep=stages"
 _PARTS = "parts {}..{} of {}:"  # the line before ops that only these parts run
+_GROUP = "group {}:"  # the line before the ops of a group
 _HEADER_PATTERN = re.compile(
     rf"# dta schedule strategy=(\S+) order=(\S+) mode=(\S+) chunk_size=([1-9][0-9]{{0,17}})({_BY_STAGES})?"
 )
@@ -137,6 +145,11 @@ class Schedule:
     Hidden states pass from part to part and are kept for every chunk of the first half; stack, graphs and gradient sums
     exist for one part at a time. Some parts may have ops of their own on the same chunks, to keep more or less.
 
+    Where hidden states of all parts would take too much memory, the sweep runs over groups of subtrees: each group has
+    a schedule of its own, over the tree of its sequences alone, so that groups run again what they share. All groups go
+    through all parts to write their outputs. Then, from the last group to the first, the group's first half runs again
+    to have its hidden states, and its second half. Nothing is kept from group to group but sums of gradients.
+
     Attributes:
         strategy: planner strategy that made it.
         order: leaf order that it follows.
@@ -146,6 +159,7 @@ class Schedule:
         sweep: "chunks" (each op runs all layers) or "stages".
         parts: number of parts; 1 where all run the same ops.
         others: runs of parts whose ops differ from `ops`, ascending.
+        groups: groups of subtrees, whose ops together are `ops`; none: all sequences are swept at once.
     """
 
     ops: tuple[Op, ...]
@@ -156,6 +170,16 @@ class Schedule:
     sweep: str = "chunks"
     parts: int = 1
     others: tuple[PartOps, ...] = ()
+    groups: tuple[GroupOps, ...] = ()
+
+    def in_groups(self, groups: Iterable[GroupOps]) -> Schedule:
+        """Return this schedule with the ops of groups in place of its own."""
+        groups = tuple(groups)
+        return dataclasses.replace(self, ops=tuple(op for group in groups for op in group.ops), groups=groups)
+
+    def of_group(self, number: int) -> Schedule:
+        """Return the schedule of a group, counted from 0."""
+        return dataclasses.replace(self, ops=self.groups[number].ops, groups=())
 
     def with_parts(self, numbers: Sequence[tuple[int, Schedule]]) -> Schedule:
         """Return this schedule with other ops for some parts: `(number of parts, schedule)` from the first part on."""
@@ -205,7 +229,10 @@ class Schedule:
     def lines(self) -> list[str]:
         """Return the listing: a header, line `k` for `ops[k - 1]`, then the ops of parts that have their own."""
         header = _HEADER.format(strategy=self.strategy, order=self.order, mode=self.mode, chunk_size=self.chunk_size)
-        lines = [header + (_BY_STAGES if self.sweep == "stages" else ""), *map(format_op, self.ops)]
+        lines = [header + (_BY_STAGES if self.sweep == "stages" else "")]
+        for group in self.groups:
+            lines += [_GROUP.format(" ".join(_sequence_runs(group.sequences))), *map(format_op, group.ops)]
+        lines += [] if self.groups else map(format_op, self.ops)
         for run in self.others:
             lines += [_PARTS.format(run.first, run.stop - 1, self.parts), *map(format_op, run.ops)]
         return lines
@@ -226,6 +253,8 @@ class Schedule:
         if mode not in MODES:
             raise _syntax_error("unknown mode", number, header, ", ".join(MODES), mode)
         rows = [(number, line) for number, line in lines[1:] if not line.startswith("#")]
+        if by_stages and any(line.startswith("group") for _, line in rows):
+            return cls((), strategy, order, mode, int(chunk_size), "stages").in_groups(_parse_groups(rows))
         heads = [i for i, (_, line) in enumerate(rows) if by_stages and line.startswith("parts ")]
         ops, *others = (
             tuple(_parse_op(*row) for row in rows[start + (start in heads) : stop])
@@ -272,6 +301,17 @@ def _parse_parts(rows: Sequence[tuple[int, str]]) -> tuple[int, list[tuple[int, 
         runs.append((first, last + 1))
         parts = of
     return parts, runs
+
+
+def _parse_groups(rows: Sequence[tuple[int, str]]) -> Iterator[GroupOps]:
+    """Parse `group` lines, each followed by its ops; the first line is one."""
+    heads = [i for i, (_, line) in enumerate(rows) if line.startswith("group")]
+    for head, stop in pairwise([0, *heads[1:], len(rows)]):
+        number, line = rows[head]
+        if not line.startswith("group") or not line.endswith(":"):
+            raise _syntax_error("not a group of sequences", number, line, "group s0..s9 s12:, before its ops", line)
+        sequences = tuple(s for word in line[6:-1].split() for s in _parse_sequences(number, line, word))
+        yield GroupOps(sequences, tuple(_parse_op(*row) for row in rows[head + 1 : stop]))
 
 
 def _parse_op(number: int, line: str) -> Op:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from dta_compile.plan.schedule import Anchor, Backward, Forward, Op, Pop, Restore, Schedule
 from dta_compile.plan.states import LiveStates
@@ -153,6 +156,8 @@ def simulate(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None 
     Args:
         head_starts: `[R + 1]` tree row r has the head rows `[head_starts[r], head_starts[r + 1])`; None: one each.
     """
+    if schedule.groups:
+        return _of_all_groups(tree, schedule, head_starts)
     if schedule.others:
         return _average([(share, simulate(tree, kind, head_starts)) for share, kind in schedule.kinds])
     forward, backward, rebuilt = Work(), Work(), Work()
@@ -180,6 +185,38 @@ def simulate(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None 
         peak_states=states,
         peak_state_gradients=gradients,
     )
+
+
+def by_group(
+    tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None
+) -> Iterator[tuple[PrefixTree, Schedule, IntArray | None]]:
+    """Yield tree, schedule and head starts of every group; head rows of shared tokens count in each."""
+    for number, group in enumerate(schedule.groups):
+        part, starts = tree.of(group.sequences), None
+        if head_starts is not None:
+            heads = np.diff(head_starts)[part.rows_in(tree)]
+            starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(heads)])
+        yield part, schedule.of_group(number), starts
+
+
+def _of_all_groups(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None) -> Simulation:
+    """Count all groups. The first half of each runs twice: for its outputs, and for its hidden states."""
+    counts: list[Simulation] = []
+    for part, run, starts in by_group(tree, schedule, head_starts):
+        first = simulate(part, dataclasses.replace(run, ops=run.halves[0]), starts)
+        both = simulate(part, run, starts)
+        counts.append(dataclasses.replace(both, forward=both.forward.plus(first.forward)))
+
+    def over_groups(combine: Callable[[Any, Any], Any], name: str) -> Any:
+        return functools.reduce(combine, (getattr(count, name) for count in counts))
+
+    names = [field.name for field in dataclasses.fields(Simulation)]
+    values = {name: over_groups(max if name.startswith("peak") else _plus, name) for name in names}
+    return Simulation(**values | {"recomputed_tokens": values["forward"].tokens - tree.num_rows})
+
+
+def _plus(one: Any, other: Any) -> Any:
+    return one.plus(other) if isinstance(one, Work) else one + other
 
 
 def _average(shares: Sequence[tuple[float, Simulation]]) -> Simulation:

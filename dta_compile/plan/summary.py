@@ -152,6 +152,7 @@ def summarize(
             f"{stats.ops:,}: " + (", ".join(f"{n:,} {kind}" for kind, n in sorted(kinds.items())) or "nothing to run"),
         ),
         *([("parts", _parts(schedule))] if schedule.others else []),
+        *([("groups", _groups(schedule))] if schedule.groups else []),
         ("recompute", f"{stats.tokens_forwarded_twice:,} tokens forwarded again ({again:.1%} of the tree)"),
         ("peaks", _peaks(stats)),
         *_estimates(estimates),
@@ -174,6 +175,10 @@ def _parts(schedule: Schedule) -> str:
     kept = [(name, sum(isinstance(op, Forward) for op in run.halves[0])) for name, run in [*runs, schedule.kinds[0]]]
     of_parts = [f"{name}: {number}" for name, number in kept[:-1]] + [f"the others: {kept[-1][1]}"]
     return f"graphs of {len(schedule.chunks)} chunks that are kept by parts {', '.join(of_parts)} of {schedule.parts}"
+
+
+def _groups(schedule: Schedule) -> str:
+    return f"{len(schedule.groups)} groups of subtrees, one after another, each forward once more before its backward"
 
 
 def _peaks(stats: Stats) -> str:

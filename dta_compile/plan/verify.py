@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left, bisect_right
 from itertools import pairwise
 from typing import NoReturn
@@ -10,7 +11,7 @@ import numpy as np
 
 from dta_compile.errors import ScheduleError
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule
-from dta_compile.plan.simulate import Simulation, simulate
+from dta_compile.plan.simulate import Simulation, by_group, simulate
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 from dta_compile.plan.tree.segments import segments
@@ -29,6 +30,11 @@ def verify(
         ScheduleError: a rule is broken; shows the rule, what was expected and found, and the listing around the
             offending line, which is marked `>>`.
     """
+    if schedule.groups:
+        _check_groups(tree, schedule)
+        for part, run, starts in by_group(tree, schedule, head_starts):
+            verify(part, run, starts, states)
+        return simulate(tree, schedule, head_starts)
     for _, kind in schedule.kinds:
         replay = _Replay(tree, kind, states)
         if kind.chunks != schedule.chunks:
@@ -36,6 +42,16 @@ def verify(
             replay.fail("all parts of a sweep of stages run the same chunks", expected, got)
         replay.run()
     return simulate(tree, schedule, head_starts)
+
+
+def _check_groups(tree: PrefixTree, schedule: Schedule) -> None:
+    replay = _Replay(tree, dataclasses.replace(schedule, ops=()), False)
+    if schedule.mode != "transparent" or not replay.by_stages or schedule.keeps or schedule.others:
+        replay.fail("groups are swept by stages and keep nothing", "transparent mode, anchors", str(schedule)[:200])
+    grouped = sorted(sequence for group in schedule.groups for sequence in group.sequences)
+    if grouped != list(range(len(tree.lengths))):
+        got = " ".join(f"s{sequence}" for sequence in grouped)
+        replay.fail("every sequence is in one group", f"s0..s{len(tree.lengths) - 1}", got or "none")
 
 
 class _Replay:

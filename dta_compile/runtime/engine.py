@@ -25,6 +25,7 @@ from dta_compile.runtime import interception
 from dta_compile.runtime.calls.call import Call, CallContext, Sizes
 from dta_compile.runtime.calls.planned_call import PlannedCall, Run, plan_call
 from dta_compile.runtime.calls.ranks import Ranks
+from dta_compile.runtime.groups import frontier_of_groups
 from dta_compile.runtime.measure import steps
 from dta_compile.runtime.measure.budget import free_bytes
 from dta_compile.runtime.measure.calibration import Calibration, of_whole_chunks, times_as_fast
@@ -144,7 +145,7 @@ class Engine:
         mode = "transparent" if self.executable.training and torch.is_grad_enabled() else "score"
         call = self.planned(args, mode, cache_now, layers)
         with no_autocast():
-            values = dense_frontier(call)
+            values = frontier_of_groups(call) if call.groups else dense_frontier(call)
         frontier = [value for value in values if value is not None]
         if len(frontier) < len(values):
             cache = ReturnedCache(call)
@@ -164,10 +165,13 @@ class Engine:
         wanted = [with_cache or not value.is_cache for value in self.executable.frontier]
         with no_autocast():
             call = plan_call(self.begin(args, layers), mode, wanted)
-            may_leave = layers is not None and self.options.sweep == "auto" and mode == "transparent"
-            if layers is not None and may_leave and layers.any_rank(not _pays_layer_by_layer(call)):
-                gather_all()
-                layers, call = None, plan_call(self.begin(args, sweep="chunks"), mode, wanted)
+            if layers is not None and mode == "transparent":
+                groups, is_short = layers.most(len(call.groups), not _pays_layer_by_layer(call))
+                if is_short and self.options.sweep == "auto":
+                    gather_all()
+                    layers, call = None, plan_call(self.begin(args, sweep="chunks"), mode, wanted)
+                elif groups > len(call.groups):  # another rank needs more, and all have to gather alike
+                    call = plan_call(call, mode, wanted, groups)
             self.last_plan = call.plan
         self._trace(call.plan)
         run_small = functools.partial(self.run_small, sweep=call.plan.schedule.sweep)

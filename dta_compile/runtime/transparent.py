@@ -57,6 +57,9 @@ class TreeRun:
         is_last: the forward of this part ends that of the call.
         used: boundary values with a gradient, collected while the backward runs from the last part to the first.
         executor: executor of the forward half, with the graphs kept for one backward; another backward recomputes.
+        sums: of a group of subtrees, sums of parameter gradients that groups before it in the backward have left.
+        leaves_sums: the sums stay in `sums` for the next group, instead of becoming gradients.
+        reached: results whose gradients the sums have.
     """
 
     def __init__(self, call: PlannedCall, number: int, chunks: Sequence[Chunk], is_first: bool, used: set[int]) -> None:
@@ -64,6 +67,8 @@ class TreeRun:
         self.is_first, self.is_last, self.used = is_first, number + 1 == len(call.parts), used
         self.executor: Executor | None = None
         self.backward_half: Sequence[Op] = ()
+        self.sums: Sequence[torch.Tensor | None] | None = None
+        self.leaves_sums, self.reached = False, set[int]()
 
     def is_differentiable(self, position: int) -> bool:
         """Return whether a result may get a gradient. A KV cache may not; a gradient for it is an error."""
@@ -84,6 +89,15 @@ class TreeRun:
 
     def forward(self, received: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Run the forward half of the schedule; return values for later parts, then dense frontier values."""
+        sent, rows = self.forward_rows(received)
+        frontier = [
+            None if (row_buffer := rows.pop(0)) is None else self.call.layout.expand(i, row_buffer)
+            for i in self.part.frontier
+        ]
+        return [*sent, *frontier]
+
+    def forward_rows(self, received: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[RowBuffer | None]]:
+        """Run the forward half of the schedule; return values for later parts, and rows of frontier values."""
         chunk_inputs = self.by_chunk(received, len(self.part.reads))
         self.call, (executor, buffers, left) = _or_keeping_nothing(
             self.call, lambda call: forward_half(call, self.number, chunk_inputs)
@@ -96,13 +110,7 @@ class TreeRun:
             self.executor, self.backward_half = executor, left
         # Detached, because tensors of kept graphs would hold the autograd node that holds the graphs.
         sent = [value.detach() for chunk in self.chunks for value in buffers.sent.get(chunk, ())]
-        rows: list[RowBuffer | None] = list(buffers.outputs)
-        del executor, buffers
-        frontier = [
-            None if (row_buffer := rows.pop(0)) is None else self.call.layout.expand(i, row_buffer)
-            for i in self.part.frontier
-        ]
-        return [*sent, *frontier]
+        return sent, list(buffers.outputs)
 
     def backward(
         self, grads: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
@@ -156,7 +164,7 @@ class TreeRun:
             active = rows_with_gradient(gradients, len(executor.head_rows), executor.path.device)
             active = call.context.ranks.with_gradient(active, [grad is not None for grad in grads[sent:]])
         executor.path.allocate_gradients()
-        totals = accumulators(joint, parameters, lease)
+        totals = accumulators(joint, parameters, lease, self.sums)
         buffers = ScheduleBuffers(
             (),
             gradients,
@@ -168,8 +176,11 @@ class TreeRun:
         executor.run(ops, buffers, on_attach=lambda sequences: True)
         of_received = buffers.gradients_of_received
         del buffers
+        self.sums, self.reached, nothing = None, used, [None] * len(part.reads)
+        if self.leaves_sums:
+            self.sums = totals
+            return [grad for chunk in self.chunks for grad in of_received.get(chunk, nothing)]
         of_parameters = finished_gradients(joint, totals, parameters, used, copy=lease is not None)
-        nothing = [None] * len(part.reads)
         return [*(grad for chunk in self.chunks for grad in of_received.get(chunk, nothing)), *of_parameters]
 
 
@@ -211,22 +222,9 @@ class TreeFunction(torch.autograd.Function):
         Raises:
             RuntimeContractError: under create_graph=True, or for batched gradients.
         """
-        if torch.is_grad_enabled():
-            raise RuntimeContractError(
-                "a backward over the prefix tree cannot be differentiated again",
-                expected="gradients without create_graph=True",
-                got="create_graph=True",
-                hint="take second derivatives (gradient penalties, Hessians) in eager mode",
-            )
-        if any(grad is not None and is_batched(grad) for grad in grads):
-            raise RuntimeContractError(
-                "a backward over the prefix tree takes one gradient at a time",
-                expected="gradients of the outputs' shapes",
-                got="a batch of gradients (is_grads_batched=True, torch.func.vmap, or vectorize=True)",
-                hint="call torch.autograd.grad in a loop, with retain_graph=True",
-            )
+        check_gradients(grads)
         run: TreeRun = ctx.run
-        saved, received = _unchanged(ctx), run.received
+        saved, received = unchanged(ctx), run.received
         parameters = saved[received : received + len(run.call.parameters(run.part))]
         gradients = run.backward(grads, saved[:received], parameters)
         return (None, torch.zeros(1) if run.call.by_stages else None, *gradients)
@@ -242,7 +240,25 @@ class TreeFunction(torch.autograd.Function):
         )
 
 
-def _unchanged(ctx: Any) -> tuple[torch.Tensor, ...]:
+def check_gradients(grads: Sequence[torch.Tensor | None]) -> None:
+    """Raise RuntimeContractError if a backward is to be differentiated again, or gradients come in batches."""
+    if torch.is_grad_enabled():
+        raise RuntimeContractError(
+            "a backward over the prefix tree cannot be differentiated again",
+            expected="gradients without create_graph=True",
+            got="create_graph=True",
+            hint="take second derivatives (gradient penalties, Hessians) in eager mode",
+        )
+    if any(grad is not None and is_batched(grad) for grad in grads):
+        raise RuntimeContractError(
+            "a backward over the prefix tree takes one gradient at a time",
+            expected="gradients of the outputs' shapes",
+            got="a batch of gradients (is_grads_batched=True, torch.func.vmap, or vectorize=True)",
+            hint="call torch.autograd.grad in a loop, with retain_graph=True",
+        )
+
+
+def unchanged(ctx: Any) -> tuple[torch.Tensor, ...]:
     """Return the saved tensors; raise RuntimeContractError if one was changed in place since the forward."""
     try:
         return tuple(ctx.saved_tensors)

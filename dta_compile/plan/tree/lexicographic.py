@@ -64,6 +64,14 @@ def lexicographic_order(sequences: Iterable[Any], block: int = BLOCK_TOKENS) -> 
     return LexicographicOrder(lengths, np.array(order, np.int64), np.array(common, np.int64), forks)
 
 
+def common_of_some(common: IntArray, positions: IntArray) -> IntArray:
+    """Return the common prefix lengths of the neighbours among the sequences at ascending `positions` of an order."""
+    left = np.zeros(len(positions), np.int64)
+    if len(positions) > 1:
+        left[1:] = np.minimum.reduceat(common[: positions[-1] + 1], positions[:-1] + 1)
+    return left
+
+
 def _sort(arrays: Sequence[_Tokens], block: int) -> tuple[list[int], list[int]]:
     """Return `order` and `common` by a most-significant-digit radix sort whose digits are blocks of tokens.
 

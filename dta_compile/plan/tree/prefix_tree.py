@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dta_compile.errors import PlanError
-from dta_compile.plan.tree.lexicographic import IntArray, LexicographicOrder, lexicographic_order
+from dta_compile.plan.tree.lexicographic import IntArray, LexicographicOrder, common_of_some, lexicographic_order
 
 if TYPE_CHECKING:
     from dta_compile.plan.tree.chunk import Chunk
@@ -81,6 +81,22 @@ class PrefixTree:
     def unshared(self) -> PrefixTree:
         """Return the forest in which every sequence has a root of its own, duplicates too (dense execution)."""
         return PrefixTree(self.sorted, shared=False)
+
+    def of(self, sequences: Sequence[int]) -> PrefixTree:
+        """Return the tree of some of the sequences. The numbers of sequences stay: the others are empty in it."""
+        chosen = np.zeros(len(self.order), np.bool_)
+        chosen[list(sequences)] = True
+        positions = np.flatnonzero(chosen[self.order])
+        others = np.flatnonzero(~chosen)
+        order = np.concatenate([others, self.order[positions]])
+        common = np.concatenate([np.zeros(len(others), np.int64), common_of_some(self.common, positions)])
+        lengths, forks = np.where(chosen, self.lengths, 0), np.zeros((len(order), 2), np.int64)
+        return PrefixTree(LexicographicOrder(lengths, order, common, forks), self.shared)
+
+    def rows_in(self, whole: PrefixTree) -> IntArray:
+        """Return `[R]` the row in `whole` of every row of this tree of some of its sequences."""
+        nodes = zip(self.sequence.tolist(), self.start.tolist(), self.stop.tolist(), strict=True)
+        return np.concatenate([np.zeros(0, np.int64), *(whole.rows(*node) for node in nodes)])
 
     def children(self, node: int) -> list[int]:
         """Return the child nodes of a node, in lexicographic order."""

@@ -27,6 +27,7 @@ from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.plan import Footprint, Limits, PartBytes, Plan, bytes_of_halves, make_plan
 from dta_compile.plan.cost import BY_STAGES, chunk_sizes
 from dta_compile.plan.schedule import Anchor, Backward, Forward
+from dta_compile.plan.simulate import by_group, simulate
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.plan.tree.split_prefixes import SplitPrefixes
 from dta_compile.proofs.mask_class import CERTAIN
@@ -55,12 +56,16 @@ class PlannedCall(Call):
         layout: maps between dense values and head rows.
         plan: prefix tree, schedule and estimates.
         wanted: by frontier value, whether it is computed.
+        groups: the call over each group of subtrees of the schedule, if it has any.
+        head_rows: of a group, the head row of the whole call of each of its head rows.
     """
 
     masks: ReadMasks
     layout: BatchLayout
     plan: Plan
     wanted: Sequence[bool]
+    groups: Sequence[PlannedCall] = ()
+    head_rows: Integers = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
     def rows(self) -> BatchRows:
@@ -192,13 +197,17 @@ class _Read:
     split: SplitPrefixes | None
 
 
-def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
-    """Read the masks of a call, build its tree and rows, and choose a schedule for the frontier values `wanted`."""
+def plan_call(call: Call, mode: str, wanted: Sequence[bool], least_groups: int = 1) -> PlannedCall:
+    """Read the masks of a call, build its tree and rows, and choose a schedule for the frontier values `wanted`.
+
+    Args:
+        least_groups: least number of groups of subtrees that a sweep of stages goes through.
+    """
     executable, ranks = call.executable, call.context.ranks
 
     def read_with_limits() -> tuple[_Read, Limits]:
         read = _read(call, wanted)
-        return read, _limits(call, read.rows, mode)
+        return read, dataclasses.replace(_limits(call, read.rows, mode), groups=least_groups)
 
     read, limits = ranks.agreed(read_with_limits)
     masks, tokens, rows, tree = read.masks, read.tokens, read.rows, read.rows.tree
@@ -208,7 +217,8 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
     ranks.require_same("the tokens of a batch", *tokens.keys, rows.head_positions, rows.position_rows, plan.schedule)
     plan.estimates.notes += _notes(call, tokens)
     gathered, in_flight = bytes_of_running()
-    plan.estimates.gathered_bytes = gathered
+    by_part = max((max(part.gathered) for part in limits.parts_of(plan.schedule.sweep)), default=0)
+    plan.estimates.gathered_bytes = gathered + int(by_part)
     plan.estimates.peak_bytes = gathered + max(_peak_bytes(call, rows, plan, limits, wanted), in_flight)
     needed = [mask if is_wanted else None for mask, is_wanted in zip(read.used, wanted, strict=True)]
     layout = BatchLayout.of(
@@ -216,10 +226,38 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
     )
     fields = call.context, call.args, call.dense, call.batch, call.tokens, call.device
     planned = PlannedCall(*fields, masks=masks, layout=layout, plan=plan, wanted=wanted)
+    if plan.schedule.groups:
+        planned = dataclasses.replace(planned, groups=_groups_of(planned, read.head_keys, needed))
+        for group in planned.groups:  # one of each for the whole call
+            group.__dict__.update(
+                {name: getattr(planned, name) for name in ("stopwatch", "generated_code", "_runtimes")}
+            )
     if planned.restarts:
         _require_restarts(executable)
         _note_restarts()
     return planned
+
+
+def _groups_of(call: PlannedCall, head_keys: Sequence[Integers], used: Sequence[Booleans | None]) -> list[PlannedCall]:
+    """Return the call over each group of subtrees of its schedule, with rows and maps of its own."""
+    plan, rows, groups = call.plan, call.rows, []
+    wanted = np.logical_or.reduce([mask for mask in used if mask is not None] or [np.zeros_like(rows.tokens.valid)])
+    schedules = by_group(plan.prefix_tree, plan.schedule, plan.limits.head_starts)
+    for group, (tree, schedule, starts) in zip(plan.schedule.groups, schedules, strict=True):
+        tokens = rows.tokens.of(group.sequences)
+        own = BatchRows.of(tokens, tree, head_keys, wanted)
+        limits = dataclasses.replace(plan.limits, head_starts=starts)
+        simulation = simulate(tree, schedule, own.head_starts)
+        of_group = dataclasses.replace(plan, prefix_tree=tree, schedule=schedule, simulation=simulation, limits=limits)
+        groups.append(
+            dataclasses.replace(
+                call,
+                layout=call.layout.of_group(own, used, call.window),
+                plan=of_group,
+                head_rows=rows.head_rows.reshape(-1)[tokens.places[own.head_positions]],
+            )
+        )
+    return groups
 
 
 def _require_restarts(executable: Executable) -> None:
@@ -298,7 +336,7 @@ def _split(
 def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
     """Return what the planner knows of model, machine and batch: memory budget, footprints, rates, chunk sizes."""
     executable, asked_for = call.executable, call.context.options.memory_budget
-    joint, whole = executable.joint, _bytes_of_part(call, executable.whole)
+    joint, whole, layers = executable.joint, _bytes_of_part(call, executable.whole), call.context.layers
     kinds = {part.graphs: part for part in executable.parts}
     known = {graphs: _bytes_of_part(call, part) for graphs, part in kinds.items()}
     budget = default_budget(call.device, int(whole.sums)) if asked_for is None else asked_for
@@ -309,9 +347,17 @@ def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
         rows.head_starts,
         chunk_sizes(budget, joint.token_bytes + joint.head_bytes),
         whole.sums,
-        tuple(known[part.graphs]._replace(sent=part.written_bytes) for part in executable.parts),
+        tuple(
+            known[part.graphs]._replace(
+                sent=part.written_bytes,
+                reduced=layers.bytes_of_sums(call.parameters(part)) if layers else 0,
+                gathered=layers.bytes_of(number) if layers else (0, 0),
+            )
+            for number, part in enumerate(executable.parts)
+        ),
         asked_for is not None,
         _by_stages(call, list(known.values()), rows) if mode == "transparent" and len(known) > 1 else None,
+        default_budget(call.device, int(max(part.sums for part in known.values()))),
     )
 
 

@@ -90,17 +90,23 @@ def gradient_buffer(kind: type[RowBuffer], value: FrontierValue, head_rows: int,
     return kind(head_rows, value.features, statistics_dtype(value.dtype), device)
 
 
-def accumulators(joint: ChunkGraphs, parameters: Sequence[torch.Tensor], lease: Lease | None) -> list[torch.Tensor]:
+def accumulators(
+    joint: ChunkGraphs,
+    parameters: Sequence[torch.Tensor],
+    lease: Lease | None,
+    begun: Sequence[torch.Tensor | None] | None = None,
+) -> list[torch.Tensor]:
     """Allocate zeroed sums for the parameters with a gradient, in at least float32.
 
     Args:
         joint: graphs whose first inputs are `parameters`.
+        begun: sums to go on with, None for those that begin at zero.
     """
     if lease is not None:
         return lease.accumulators(parameters, joint.grad_parameters)
     return [
-        torch.zeros_like(parameters[i], dtype=statistics_dtype(parameters[i].dtype)).detach()
-        for i in joint.grad_parameters
+        torch.zeros_like(parameters[i], dtype=statistics_dtype(parameters[i].dtype)).detach() if sums is None else sums
+        for i, sums in zip(joint.grad_parameters, begun or [None] * len(joint.grad_parameters), strict=True)
     ]
 
 

@@ -80,6 +80,20 @@ class BatchTokens:
         keys = [combined[begin:stop] for begin, stop in zip(begins[is_owner].tolist(), stops.tolist(), strict=True)]
         return cls(valid, places, segments, begins[is_owner], keys, alike)
 
+    def of(self, sequences: Sequence[int]) -> BatchTokens:
+        """Return the tokens of some of the sequences. The numbers of sequences stay: the others are empty."""
+        chosen = np.zeros(len(self.keys), np.bool_)
+        chosen[list(sequences)] = True
+        own = np.arange(len(self.places)) if self.alike is None else self.alike
+        kept = chosen[np.searchsorted(self.begins, own, side="right") - 1] if len(own) else np.zeros(0, np.bool_)
+        number = np.cumsum(kept) - 1
+        valid = np.zeros_like(self.valid)
+        valid.reshape(-1)[self.places[kept]] = True
+        begins = np.where(chosen, number[self.begins], 0) if len(own) else self.begins
+        keys = [key if is_chosen else key[:0] for key, is_chosen in zip(self.keys, chosen, strict=True)]
+        alike = None if self.alike is None else number[self.alike[kept]]
+        return BatchTokens(valid, self.places[kept], self.segments, begins, keys, alike)
+
     def row_of(self, sequence: int) -> int:
         """Return the row of the batch that holds a sequence."""
         return sequence if self.segments is None else self.segments[sequence][0]

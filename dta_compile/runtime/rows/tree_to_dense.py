@@ -66,6 +66,11 @@ class BatchLayout:
             uncovered.append(padding if padding.any() else None)
         return cls(frontier, rows, len(valid), device, maps, uncovered)
 
+    def of_group(self, rows: BatchRows, used: Sequence[Booleans | None], window: Window) -> BatchLayout:
+        """Return the maps of some of the sequences, with `rows` of their own; padding stays that of the batch."""
+        group = BatchLayout.of(self.frontier, rows, used, window, self.device, by_sequence=False)
+        return dataclasses.replace(group, uncovered=self.uncovered)
+
     def expand(self, index: int, buffer: RowBuffer) -> torch.Tensor:
         """Gather a frontier value into its dense layout; next to zero at padding and where it is unused."""
         value = self.frontier[index]

@@ -1,0 +1,123 @@
+"""Groups of subtrees at run time: outputs and gradients of a batch whose hidden states are there for a part of it."""
+
+import functools
+
+import pytest
+import torch
+
+import dta_compile
+from dta_compile.errors import RuntimeContractError
+from tests.support.groups import in_groups
+from tests.support.tiny import (
+    PACKED_IDS,
+    SEGMENTS,
+    SMALL_CHUNKS,
+    StatedLM,
+    TinyLM,
+    after,
+    assert_same,
+    shared_ids,
+    weighted,
+)
+from tests.system.test_memory import allocated_at_the_peak, batch
+
+IDS = shared_ids()
+MASK = torch.arange(9) < torch.tensor([9, 5, 8, 1, 7])[:, None]
+BY_GROUPS = {**SMALL_CHUNKS, "sweep": "stages", "groups": 3}
+
+
+class Tied(TinyLM):
+    """Its embedding is read by the first part and the last, its first layer is frozen."""
+
+    def __init__(self):
+        super().__init__(layers=3)
+        self.head.weight = self.embedding.weight
+        self.blocks[0].requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Tied()
+
+
+@pytest.fixture(scope="module")
+def compiled(model):
+    torch._dynamo.reset()
+    return torch.compile(model, backend="dta", options=BY_GROUPS)
+
+
+def same(model, compiled, step):
+    expected = after(model, lambda: step(model))
+    assert_same(after(model, lambda: step(compiled)), expected)
+    assert len(dta_compile.last_plan(compiled).schedule.groups) >= 3
+
+
+def test_groups_are_exact_with_padding_and_in_a_second_backward(model, compiled):
+    def step(forward):
+        logits = forward(IDS, MASK)[MASK]
+        weighted(logits).backward(retain_graph=True)
+        weighted(logits).square().backward()
+        return logits.detach()
+
+    same(model, compiled, step)
+    same(model, compiled, lambda forward: weighted(forward(IDS, MASK)[MASK][:4]).backward())
+
+
+def test_gradients_of_some_parameters_and_none_at_padding(model, compiled):
+    wanted = [model.embedding.weight, model.blocks[2].up.bias]
+    same(model, compiled, lambda forward: torch.autograd.grad(weighted(forward(IDS, MASK)[MASK]), wanted))
+    with pytest.raises(RuntimeContractError, match="outputs at padding positions"):
+        weighted(compiled(IDS, MASK)).backward()
+
+
+def test_a_gradient_arrives_once_and_before_layers_below_run(model, compiled):
+    arrived, hooks = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            hooks.append(
+                parameter.register_post_accumulate_grad_hook(functools.partial(lambda n, _: arrived.append(n), name))
+            )
+    weighted(compiled(IDS, MASK)[MASK]).backward()
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad()
+    assert len(set(arrived)) == len(arrived) == len(hooks)
+    of_layers = [int(name.split(".")[1]) for name in arrived if name.startswith("blocks")]
+    assert of_layers == sorted(of_layers, reverse=True)
+
+
+def test_a_parameter_that_is_written_to_before_the_backward_is_an_error(model, compiled):
+    loss = weighted(compiled(IDS, MASK)[MASK])
+    with torch.no_grad():
+        model.blocks[2].up.bias.add_(0.0)
+    with pytest.raises(RuntimeContractError, match="changed in place"):
+        loss.backward()
+    model.zero_grad()
+
+
+def test_groups_of_packed_rows():
+    """With a sink, a window and a soft cap; each sequence of a row is in a group of its own choice."""
+    torch._dynamo.reset()
+    model, real = StatedLM(), SEGMENTS.bool()
+    compiled = torch.compile(model, backend="dta", options=BY_GROUPS)
+    same(model, compiled, lambda forward: weighted(forward(PACKED_IDS, SEGMENTS)[real]).backward())
+
+
+def test_the_predicted_peak_of_groups_is_the_measured_one(monkeypatch):
+    torch._dynamo.reset()
+    in_groups(monkeypatch)
+    model = TinyLM(width=128, layers=4)
+    model.position = torch.nn.Embedding(512, 128).double()
+    options = {"sweep": "stages", "memory_budget": 0, "verify": "off"}
+    compiled = torch.compile(model, backend="dta", options=options)
+
+    def step(ids):
+        compiled(ids).square().sum().backward()
+        model.zero_grad()
+
+    for tree in ((200, 16, 40), (0, 9, 150)):  # prefix, rows, suffix
+        ids = batch(*tree)
+        step(ids)
+        measured = allocated_at_the_peak(step, ids)
+        plan = dta_compile.last_plan(compiled)
+        assert plan.schedule.groups and plan.estimates.peak_bytes == pytest.approx(measured, rel=0.2), tree

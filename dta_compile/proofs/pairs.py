@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,9 +53,9 @@ class UnlikePair(Exception):
     """The values of a mask belong to no supported class; the message says why."""
 
     @classmethod
-    def at(cls, where: torch.Tensor, reason: str) -> UnlikePair:
+    def at(cls, where: Sequence[int], reason: str) -> UnlikePair:
         """Return the error with row, query and key of an entry."""
-        row, query, key = (int(number) for number in where)
+        row, query, key = where
         return cls(f"{reason}: row {row}, query {query} and key {key}")
 
 
@@ -71,81 +71,134 @@ def read_pairs(values: torch.Tensor) -> Tested:
     if values.shape[-2] != size or not values.numel():
         raise UnlikePair(f"which has {values.shape[-2]} queries and {size} keys")
     values = values.reshape(-1, size, size)
+    if len(values) > 1 and values.stride(0) == 0:  # one mask, expanded over the batch
+        pairs, sequences = read_pairs(values[0])
+        return Tested(pairs, sequences.expand(len(values), size))
     last = values[:, : max(size - 1, 1), -1].flatten()
-    hidden = last.double().median().to(values.dtype)  # the last key is hidden from most queries
-    if values.is_floating_point() and bool((values <= FORBIDDEN).any()):
-        tested = _tested(*_allowed_by_bias(values, hidden))
-        filler = values[values <= FORBIDDEN].max().item()
-        return tested._replace(pairs=dataclasses.replace(tested.pairs, filler=filler))
-    allowed, shown = _allowed_by_number(values, hidden)
-    numbers = shown.item(), hidden.item()
+    hidden = last.double().median().to(values.dtype).item()  # the last key is hidden from most queries
+    itself = values.diagonal(dim1=1, dim2=2).flatten()
+    if values.is_floating_point() and bool((lowest := values.amin()) <= FORBIDDEN):
+        return _Reader(values, 0.0, lowest.item(), is_bias=True).tested()
+    shown = not hidden if values.dtype is torch.bool else _other_number([itself, values.flatten()], hidden)
     try:
-        return _tested(allowed, numbers)
+        return _Reader(values, shown, hidden).tested()
     except UnlikePair as unlike:
-        itself = values.diagonal(dim1=1, dim2=2)
-        if 2 * int((itself == hidden).sum()) <= itself.numel():
-            raise
         try:
-            return _tested(~allowed, numbers[::-1])  # one sequence per row, not causal: no key is hidden
+            return _Reader(values, hidden, shown).tested()  # one sequence per row, say, and not causal
         except UnlikePair:
             raise unlike from None
 
 
-def _tested(allowed: torch.Tensor, numbers: tuple[bool | float, bool | float | None]) -> Tested:
-    """Return the class of a mask that allows the pairs `allowed` `[R, S, S]`; `numbers` are `allowed` and `hidden` of
-    `Pairs`."""
-    tokens = torch.arange(allowed.shape[-1], device=allowed.device)
-    real = allowed.diagonal(dim1=1, dim2=2)
-    if not bool(real.any()):
-        raise UnlikePair("a mask that hides every token from itself")
-    first = allowed.view(torch.uint8).argmax(-1)
-    keys = torch.where(real, tokens, -1)
-    wrong = ((keys[:, None] >= first[..., None]) & (tokens <= tokens[:, None])).bitwise_xor_(allowed)
-    if bool((wrong.any(-1) & real).any()):
-        if (blocks := _as_blocks(allowed, numbers, real, first)) is not None:
-            return blocks
-        _require_none(wrong & real[..., None], _wrong_pair)
-    begins = real & (first == tokens)
-    sequences = torch.where(begins, tokens, 0).cummax(-1).values
-    is_packed = bool((begins.sum(-1) > 1).any())
-    return Tested(Pairs(*numbers, True, _window(real, first, sequences), is_packed), sequences)
+def _other_number(entries: list[torch.Tensor], hidden: float) -> float:
+    """Return the first number that is not `hidden`; `hidden` if there is none."""
+    first = (some[(some != hidden).view(torch.uint8).argmax()].item() for some in entries)
+    return next((number for number in first if number != hidden), hidden)
 
 
-def _as_blocks(
-    allowed: torch.Tensor, numbers: tuple[bool | float, bool | float | None], real: torch.Tensor, first: torch.Tensor
-) -> Tested | None:
-    """Return the class of a mask that allows all pairs within a sequence; None if it is not such a mask."""
-    same = (first[..., None] == first[:, None]) & real[:, None]
-    if bool(((same ^ allowed) & real[..., None]).any()):
+class _Reader:
+    """Compares a mask `[R, S, S]`, block by block, with masks of the supported classes.
+
+    Attributes:
+        real: `[R, S]` tokens that may attend to themselves.
+        first: `[R, S]` the first key of a real query; S at padding. Found by bisection, it is right for the masks that
+            models have.
+        filler: largest entry of a pair that a bias hides.
+    """
+
+    def __init__(
+        self, values: torch.Tensor, shown: bool | float, hidden: bool | float, *, is_bias: bool = False
+    ) -> None:
+        self.values, self.shown, self.is_bias = values, shown, is_bias
+        self.hidden: bool | float | None = hidden
+        self.lowest = hidden
+        self.filler = float(hidden) if is_bias else -math.inf
+        self.tokens = torch.arange(values.shape[-1], device=values.device)
+        self.real = self._allowed(values.diagonal(dim1=1, dim2=2))
+
+    def tested(self) -> Tested:
+        """Return the class of the mask. Raises `UnlikePair`."""
+        if not bool(self.real.any()):
+            raise UnlikePair("a mask that hides every token from itself")
+        for find_first in (self._first_by_bisection, self._first_by_scan):
+            self.first = find_first()
+            if (where := self._pair_unlike(self._causal)) is None:
+                return self._as_causal()
+            if self._pair_unlike(self._within_sequence) is None:
+                begin = self.first.gather(1, self.real.view(torch.uint8).argmax(-1, keepdim=True))
+                is_packed = bool((self.real & (self.first != begin)).any())
+                return Tested(Pairs(self.shown, self.hidden, False, None, is_packed, self.filler), self.first)
+        raise UnlikePair.at(where, _wrong_pair(*where))
+
+    def _as_causal(self) -> Tested:
+        begins = self.real & (self.first == self.tokens)
+        sequences = torch.where(begins, self.tokens, 0).cummax(-1).values
+        window, is_packed = _window(self.real, self.first, sequences), bool((begins.sum(-1) > 1).any())
+        return Tested(Pairs(self.shown, self.hidden, True, window, is_packed, self.filler), sequences)
+
+    def _allowed(self, values: torch.Tensor) -> torch.Tensor:
+        if values.dtype is torch.bool:
+            return values if self.shown else ~values
+        return values == self.shown
+
+    def _blocks(self) -> Iterator[tuple[int, slice]]:
+        """Yield rows of the batch with slices of queries: as many as caches of CPUs hold, or as need few kernels."""
+        size = self.values.shape[-1]
+        step = max(1, (1 << (18 if self.values.device.type == "cpu" else 26)) // size)
+        for row in range(len(self.values)):
+            yield from ((row, slice(start, start + step)) for start in range(0, size, step))
+
+    def _pair_unlike(self, expected: Callable[[int, slice], torch.Tensor]) -> tuple[int, int, int] | None:
+        """Return row, query and key of a real query's pair that is not as expected. Raises `UnlikePair`."""
+        has_padding = not bool(self.real.all())
+        for row, queries in self._blocks():
+            values = self.values[row, queries]
+            allowed = self._allowed(values)
+            if values.dtype is not torch.bool:
+                self._require_numbers(values, allowed, row, queries.start)
+            wrong = expected(row, queries).logical_xor_(allowed)
+            if has_padding:
+                wrong &= self.real[row, queries, None]
+            if bool(wrong.count_nonzero()):
+                query, key = wrong.nonzero()[0].tolist()
+                return row, queries.start + query, key
         return None
-    begin = first.gather(1, real.view(torch.uint8).argmax(-1, keepdim=True))
-    return Tested(Pairs(*numbers, False, None, bool((real & (first != begin)).any())), first)
 
+    def _require_numbers(self, values: torch.Tensor, allowed: torch.Tensor, row: int, start: int) -> None:
+        others = (values == self.lowest).logical_or_(allowed).logical_not_()
+        if not bool(others.count_nonzero()):
+            return
+        if self.is_bias:
+            self.hidden, hides = None, values <= FORBIDDEN
+            self.filler = max(self.filler, values.masked_fill((others & hides).logical_not_(), -math.inf).amax().item())
+            others &= ~hides
+            if not bool(others.any()):
+                return
+        query, key = others.nonzero()[0].tolist()
+        two = f"more than two numbers, {self.shown} and {self.hidden}"
+        reason = f"a bias of {values[query, key]}" if self.is_bias else two
+        raise UnlikePair.at((row, start + query, key), reason)
 
-def _require_none(wrong: torch.Tensor, reason: Callable[[int, int, int], str]) -> None:
-    if bool(wrong.any()):
-        where = wrong.nonzero()[0]
-        raise UnlikePair.at(where, reason(*map(int, where)))
+    def _causal(self, row: int, queries: slice) -> torch.Tensor:
+        keys = torch.where(self.real[row], self.tokens, -1)
+        return (keys >= self.first[row, queries, None]).logical_and_(self.tokens <= self.tokens[queries, None])
 
+    def _within_sequence(self, row: int, queries: slice) -> torch.Tensor:
+        return (self.first[row] == self.first[row, queries, None]).logical_and_(self.real[row])
 
-def _allowed_by_number(values: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where a mask of two numbers does not have the number `hidden`, and its other number."""
-    allowed = values != hidden
-    if values.dtype is torch.bool:
-        return allowed, ~hidden
-    shown = values.flatten()[allowed.flatten().view(torch.uint8).argmax()]
-    _require_none(allowed & (values != shown), lambda *_: f"more than two numbers, {shown} and {hidden}")
-    return allowed, shown
+    def _first_by_bisection(self) -> torch.Tensor:
+        """Find the first keys if, of the real keys before a query, it attends to all from some key on."""
+        order = torch.argsort(~self.real, dim=-1, stable=True)  # real tokens in front
+        low, high = torch.zeros_like(order), (self.real.cumsum(-1) - 1).clamp(min=0)
+        for _ in range(order.shape[-1].bit_length()):
+            middle = (low + high) // 2
+            allowed = self._allowed(self.values.gather(2, order.gather(1, middle)[..., None])[..., 0])
+            low, high = torch.where(allowed, low, middle + 1), torch.where(allowed, middle, high)
+        return torch.where(self.real, order.gather(1, high), order.shape[-1])
 
-
-def _allowed_by_bias(
-    values: torch.Tensor, hidden: torch.Tensor
-) -> tuple[torch.Tensor, tuple[bool | float, bool | float | None]]:
-    """Return where an additive mask allows, and its entries there and elsewhere (see `Pairs`)."""
-    allowed = ~(values <= FORBIDDEN)
-    _require_none(allowed & (values != 0), lambda row, query, key: f"a bias of {values[row, query, key]}")
-    is_same = bool(hidden <= FORBIDDEN) and bool((allowed | (values == hidden)).all())
-    return allowed, (0.0, hidden.item() if is_same else None)
+    def _first_by_scan(self) -> torch.Tensor:
+        blocks = [self._allowed(self.values[row, queries]) for row, queries in self._blocks()]
+        first = torch.cat([allowed.view(torch.uint8).argmax(-1) for allowed in blocks]).view_as(self.real)
+        return torch.where(self.real, first, first.shape[-1])
 
 
 def _window(real: torch.Tensor, first: torch.Tensor, sequences: torch.Tensor) -> int | None:
@@ -160,9 +213,9 @@ def _window(real: torch.Tensor, first: torch.Tensor, sequences: torch.Tensor) ->
     expected = next_real.gather(1, torch.maximum(sequences, tokens - window + 1))
     wrong = real & (first != expected)
     if bool(wrong.any()):
-        row, query = wrong.nonzero()[0]
-        key = torch.minimum(first, expected)[row, query]
-        raise UnlikePair.at(torch.stack([row, query, key]), f"a window other than of {window} tokens")
+        row, query = wrong.nonzero()[0].tolist()
+        key = int(torch.minimum(first, expected)[row, query])
+        raise UnlikePair.at((row, query, key), f"a window other than of {window} tokens")
     return window
 
 

@@ -41,10 +41,8 @@ def read_table(values: torch.Tensor) -> Table | None:
         return None
     values, first = values.reshape(shape[leading:]), 0
     if rank == 2:
-        rows, columns = values.shape
-        distance = torch.arange(rows, device=values.device)[:, None] - torch.arange(columns, device=values.device)
-        along, first = torch.cat([values[0].flip(0), values[1:, 0]]), 1 - columns
-        if not torch.equal(values, along[distance - first]):
+        along, first = torch.cat([values[0].flip(0), values[1:, 0]]), 1 - values.shape[1]
+        if not torch.equal(values[1:, 1:], values[:-1, :-1]) or bool(along.isnan().any()):
             return None
         values = along
     starts = torch.cat([values.new_zeros(1, dtype=torch.int64), (values[1:] != values[:-1]).nonzero()[:, 0] + 1])

@@ -45,6 +45,8 @@ class Batch:
             "window": (window, ""),
             "limit": (window, "torch.int64"),
             "windows": ([window if one else chance.randint(1, 5) for _ in range(self.rows)], "torch.int64"),
+            "pairs": ([[_pairs(row)] for row in segments], "torch.bool"),
+            "additive": ([[_additive(_pairs(row))] for row in segments], "torch.float64"),
             "factor": ([0.5 if one else chance.randint(1, 9) / 4 for _ in range(self.rows)], "torch.float64"),
         }
 
@@ -95,3 +97,16 @@ def _labels(ids: list[int], chance: random.Random) -> list[int]:
     prompt = chance.randint(0, len(ids) // 2)
     following = [*ids[1:], 0]
     return [-100 if n < prompt or not i or not f else f for n, (i, f) in enumerate(zip(ids, following, strict=True))]
+
+
+def _pairs(segments: list[int]) -> list[list[bool]]:
+    """Causal within the documents of a row `[S, S]`; padding sees all real tokens before it."""
+    tokens = range(len(segments))
+    return [
+        [key <= query and segments[key] > 0 and segments[query] in (0, segments[key]) for key in tokens]
+        for query in tokens
+    ]
+
+
+def _additive(pairs: list[list[bool]]) -> list[list[float]]:
+    return [[0.0 if pair else -1e9 for pair in row] for row in pairs]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.batches import FORMATS, Batch
 from tests.fuzz.masks import CAUSAL, masks
-from tests.fuzz.operators import MIXING, OPERATORS, RESHAPED, UNUSUAL, several_results
+from tests.fuzz.operators import MIXING, OPERATORS, RESHAPED, SHIFTS, UNUSUAL, several_results
 from tests.fuzz.program import Finish, Layer, Part, Positions, Program
 from tests.support.spellings import SPELLINGS
 
@@ -98,6 +98,7 @@ ATTENTION = [
     *[Part(f"y = SPELLINGS['{name}'](q, k, v, SEEN_BY)") for name in SPELLINGS],
     Part("y = F.scaled_dot_product_attention(q.contiguous(), k.contiguous(), v.contiguous(), SEEN_BY)"),
     Part("y = F.scaled_dot_product_attention(q, k, torch.cat([v, v * v], -1), SEEN_BY)[..., : D // H]"),
+    Part("y = SPELLINGS['plain'](q, torch.zeros_like(k).index_copy(2, torch.arange(S), k), v, SEEN_BY)"),
     Part(
         "attend = lambda *qkv: F.scaled_dot_product_attention(*qkv, SEEN_BY)\n"
         "y = torch.utils.checkpoint.checkpoint(attend, q, k, v, use_reentrant=False)"
@@ -201,7 +202,8 @@ def favouring(common: list, odd: list, percent: int) -> st.SearchStrategy:
 def operators() -> st.SearchStrategy[Part]:
     """One operator between attentions: per token, with several results, reshaped, or (seldom) refused for its kind."""
     usual = [st.sampled_from(OPERATORS)] * 16 + [several_results()] * 12
-    kinds = [*usual, *[st.sampled_from(RESHAPED)] * 7, st.sampled_from(UNUSUAL), st.sampled_from(MIXING)]
+    odd = [st.sampled_from(parts) for parts in (SHIFTS, SHIFTS, UNUSUAL, MIXING)]
+    kinds = [*usual, *[st.sampled_from(RESHAPED)] * 7, *odd]
     return st.integers(0, len(kinds) - 1).flatmap(kinds.__getitem__)
 
 

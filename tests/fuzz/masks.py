@@ -95,6 +95,27 @@ FORMS = [
 _MULTIPLIED = "m = (1 - $m) * -1e9"
 
 
+# Arguments over pairs of tokens, whose values alone tell what they are.
+TENSORS = [
+    "m = pairs",
+    "m = additive",
+    "m = torch.where(pairs, 0.0, float('-inf'))",
+    "m = pairs.expand(B, H, S, S)",
+    "m = pairs & (torch.arange(S)[:, None] - torch.arange(S) < 3)",
+    "m = pairs & (pad != 0)[:, None, None, :]",
+    "m = additive + torch.where(pad != 0, 0.0, -1e9)[:, None, None, :]",
+]
+# Conditions of functions for flex_attention, and its functions of scores.
+FLEX = [
+    "i - j < $n",
+    "pad[b, j] != 0",
+    "segments[b, i] == segments[b, j]",
+    "(segments[b, i] == segments[b, j]) & (pad[b, j] != 0)",
+    "i - j < window",
+]
+SCORES = ["3 * torch.tanh(s / 3)", "s + 0.5 * h", "s * 2", "torch.where(i >= j, s, -float('inf'))"]
+
+
 def _some(draw: st.DrawFn, choices: list[str], percent: int) -> list[str]:
     if draw(st.integers(0, 99)) < 100 - percent:
         return []
@@ -116,7 +137,18 @@ def stated(draw: st.DrawFn) -> Mask:
     sinks = draw(st.booleans())
     told += ["sinks=self.sinks"] if sinks else []
     init = "self.sinks = nn.Parameter(torch.linspace(-1, 1, H, dtype=torch.float64))" if sinks else ""
-    return Mask("", init, attend=", ".join(told) or "softcap=1.3", real=real, stated=True)
+    return Mask("", init, attend=", ".join(told) or "softcap=1.3", real=real, function="dta_compile.attention")
+
+
+@st.composite
+def flex_masks(draw: st.DrawFn) -> Mask:
+    """A mask function for `flex_attention`, and seldom a function of scores."""
+    chosen = _some(draw, FLEX, 60)
+    seen = " & ".join(["(i >= j)", *(f"({one})" for one in chosen)])
+    code = f"m = flex.create_block_mask(lambda b, h, i, j: {seen}, B, None, S, S, device='cpu')"
+    scores = [f"score_mod=lambda s, b, h, i, j: {one}" for one in _some(draw, SCORES, 40)]
+    real = "(pad != 0)" if any("pad" in one for one in chosen) else ""
+    return Mask(code, attend=", ".join([*scores, "block_mask=m"]), real=real, function="flex.flex_attention")
 
 
 @st.composite
@@ -126,20 +158,25 @@ def masks(draw: st.DrawFn) -> Mask:
         return CAUSAL
     if draw(st.integers(0, 99)) < 15:
         return draw(stated())
+    if draw(st.integers(0, 99)) < 10:
+        return draw(flex_masks())
+    if draw(st.integers(0, 99)) < 15:
+        return Mask(draw(st.sampled_from(TENSORS)), attend="attn_mask=m", real="(pad != 0)")
     keys = _some(draw, KEYS, 50)
     terms = [draw(st.sampled_from(CAUSES)), *_some(draw, WINDOWS, 35), *keys, *_some(draw, SEGMENTS, 15)]
     if draw(st.integers(0, 9)) == 9 and len(terms) > 1:  # as older models multiply them
         product = " * ".join(f"({term}).to(x.dtype)" for term in terms)
         return _mask(draw, _MULTIPLIED.replace("$m", product), keys)
     text = " & ".join(draw(st.permutations(terms)))
-    for odd in _some(draw, ODD, 10):
+    odds = _some(draw, ODD, 10)
+    for odd in odds:
         text = f"({text}) {draw(st.sampled_from(['&', '|', '^']))} {odd}"
-    return _mask(draw, draw(st.sampled_from(FORMS)).replace("$m", text), keys)
+    return _mask(draw, draw(st.sampled_from(FORMS)).replace("$m", text), keys, bool(odds))
 
 
-def _mask(draw: st.DrawFn, text: str, keys: list[str]) -> Mask:
+def _mask(draw: st.DrawFn, text: str, keys: list[str], is_odd: bool = False) -> Mask:
     init = "\n".join(line for name, line in (("tril", _BUFFER), ("allowed", _ALLOWED)) if f"self.{name}" in text)
     indices = draw(st.sampled_from(INDICES)) + "\n" if re.search(r"\b[ij]\b", text) else ""
     real = next((compared[0] for key in keys if (compared := re.match(r"\((ids|pad) (!=|==|>) \d\)", key))), "")
     real = real or ("(pad != 0)" if keys else "")
-    return Mask(indices + text, init, attend="attn_mask=m", real=real)
+    return Mask(indices + text, init, is_odd, attend="attn_mask=m", real=real)

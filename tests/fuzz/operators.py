@@ -139,20 +139,32 @@ UNUSUAL = [
     Part("x = x[:, torch.arange(S)]"),
 ]
 
+# Values of the tokens before, and Python code that makes the number of tokens a constant.
+SHIFTS = [
+    Part("x = x + F.pad(x, (0, 0, 1, 0))[:, :-1]"),
+    Part("x = torch.cat([x[:, :1], x[:, 1:] + self.gain$ * x[:, :-1]], 1)", _GAIN),
+    Part("before = torch.roll(x, 1, 1)\nbefore[:, 0] = 0\nx = x + self.gain$ * before", _GAIN),
+    Part("before = F.pad(x, (0, 0, 1, -1))\nx = x + (before - x) * self.gain$.sigmoid()", _GAIN),
+    Part("before = torch.zeros_like(x)\nbefore[:, 1:] = x[:, :-1]\nx = x + before.tanh()"),
+    Part("for _ in range(S):\n    x = x * 0.95"),
+]
+
 # Tokens or rows that see each other outside of attention: refused, or exact.
 MIXING = [
-    Part("x = x.cumsum(1) / S"),
-    Part("x = x + x.roll(1, 1)"),
-    Part("x = x - x.mean(1, keepdim=True)"),
-    Part("x = x + x.flip(1)"),
-    Part("x = x + F.pad(x, (0, 0, 1, 0))[:, :-1]"),
-    Part("x = x - x.mean(0, keepdim=True)"),
-    Part("x = x.reshape(S, B, D).sin().reshape(B, S, D)"),
-    Part("x = x + x.reshape(B * S, D).view(S, B, D).transpose(0, 1)"),
-    Part("x = x + x.transpose(0, 1).reshape(B, S, D)"),
-    Part("x = x / x.detach().abs().max()"),
-    Part("x = x + x[:, :1]"),
-    Part("x = x.sort(1)[0]"),
+    Part(code, mixes=True)
+    for code in (
+        "x = x.cumsum(1) / S",
+        "x = x + x.roll(1, 1)",
+        "x = x - x.mean(1, keepdim=True)",
+        "x = x + x.flip(1)",
+        "x = x - x.mean(0, keepdim=True)",
+        "x = x.reshape(S, B, D).sin().reshape(B, S, D)",
+        "x = x + x.reshape(B * S, D).view(S, B, D).transpose(0, 1)",
+        "x = x + x.transpose(0, 1).reshape(B, S, D)",
+        "x = x / x.detach().abs().max()",
+        "x = x + x[:, :1]",
+        "x = x.sort(1)[0]",
+    )
 ]
 
 # From `x` to `r`, which broadcasts with it.

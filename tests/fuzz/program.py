@@ -24,10 +24,12 @@ class Part:
     Attributes:
         code: statements.
         init: statements of `__init__`.
+        mixes: whether tokens see later ones, other rows, or keys that are no prefix: a refusal is right.
     """
 
     code: str
     init: str = ""
+    mixes: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +37,14 @@ class Mask(Part):
     """Defines `m`, or nothing where attention is called with `is_causal`.
 
     Attributes:
-        attend: the arguments of the attention call; where they are `stated`, of that of `dta_compile.attention`.
+        attend: the arguments of the attention call.
         real: an expression for the real tokens, empty where nothing is padding.
+        function: called for all attention instead of what layers drew.
     """
 
     attend: str = "is_causal=True"
     real: str = ""
-    stated: bool = False
+    function: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,16 +91,26 @@ class Program:
     pad_dtype: str = "torch.int64"
     options: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def parts(self) -> list[Part]:
+        """In order."""
+        layers = [part for layer in self.layers for part in layer.parts(self.positions.rotary)]
+        return [self.embedding, self.positions, self.mask, *layers, self.head, self.finish]
+
+    @property
+    def mixes(self) -> bool:
+        """Whether no tree can share its tokens, so that a refusal is right."""
+        return any(part.mixes for part in self.parts)
+
     def source(self) -> str:
         """The whole script: model, calls, and the oracle, which runs when it is a main program."""
-        parts = [self.embedding, self.positions, self.mask]
-        parts += [part for layer in self.layers for part in layer.parts(self.positions.rotary)]
-        parts += [self.head, self.finish]
+        parts = self.parts
         code, init = ([_numbered(getattr(p, k), n) for n, p in enumerate(parts)] for k in ("code", "init"))
-        if self.mask.stated:
-            plain, stated = "F.scaled_dot_product_attention(", "dta_compile.attention("
-            code = [re.sub(r"SPELLINGS\[\S+\]\(", stated, line) for line in code]
-            code = [line.replace(plain, stated).replace(", enable_gqa=True", "") for line in code]
+        if self.mask.function:
+            drawn = r"F\.scaled_dot_product_attention\(|SPELLINGS\[\S+\]\("
+            code = [re.sub(drawn, f"{self.mask.function}(", line) for line in code]
+        if self.mask.function == "dta_compile.attention":
+            code = [line.replace(", enable_gqa=True", "") for line in code]
         code = [line.replace("SEEN_BY", self.mask.attend) for line in code]
         real = self.mask.real or "torch.ones_like(ids, dtype=torch.bool)"
         if any(re.search(r"\breal\b", text) for text in code):
@@ -166,9 +179,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torch.nn.attention import flex_attention as flex
+
 import dta_compile
 from tests.support.spellings import SPELLINGS
 
+flex._validate_device = lambda *_: None  # torch refuses gradients on CPUs, which it computes
 D, H, V, LONGEST = 8, 2, 13, 40
 
 

@@ -81,6 +81,8 @@ def relations(base: Weighted, seed: int) -> Iterator[Relation]:
     if rows > 1:
         yield Relation("rows over two calls", (_of_rows(base, order[:cut]), _of_rows(base, order[cut:])))
         yield Relation("a row a call", tuple(_of_rows(base, [row]) for row in range(rows)))
+    if base.call.keys() & {"pairs", "additive"}:
+        return  # what padding sees is theirs to say
     yield Relation("more padding", (_padded(base, chance.randint(1, 3), right=True),))
     yield Relation("more padding in front", (_padded(base, chance.randint(1, 3), right=False),))
     if rows % 2 == 0 and "segments" in base.call:

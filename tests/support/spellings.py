@@ -1,7 +1,7 @@
 """Attention written out, in the ways of public models.
 
-Each is a function `(query, key, value, attn_mask, is_causal)` of `[B, H, S, D]` that computes the same values as
-`scaled_dot_product_attention`.
+Each is a function `(query, key, value, attn_mask, is_causal)` of `[B, H, S, D]`. Some cap the scores, have a sink, or
+use the first head of keys and values alone; the others compute the same values as `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -141,3 +141,32 @@ def merged_heads(q, k, v, masked):
     mask = scores.expand(batch, heads, -1, -1).flatten(0, 1)
     flat = (t.flatten(0, 1) for t in (q, k, v))
     return F.scaled_dot_product_attention(*flat, mask).unflatten(0, (batch, heads))
+
+
+@spelling
+def capped(q, k, v, masked):
+    scores = torch.tanh(q @ k.mT / (3 * math.sqrt(q.shape[-1]))) * 3
+    return F.softmax(masked(scores, "where"), -1, dtype=torch.float64).to(v.dtype) @ v
+
+
+@spelling
+def sink_cut_off(q, k, v, masked):
+    """Append a column of scores to the softmax, which attends to nothing."""
+    scores = masked(q @ k.mT * q.shape[-1] ** -0.5)
+    sink = torch.linspace(-1, 1, q.shape[1], dtype=q.dtype, device=q.device).view(1, -1, 1, 1)
+    scores = torch.cat([scores, sink.expand(*scores.shape[:3], 1)], -1)
+    return scores.softmax(-1)[..., :-1] @ v
+
+
+@spelling
+def repeated_heads(q, k, v, masked):
+    k, v = (t[:, :1].repeat_interleave(q.shape[1], 1) for t in (k, v))
+    return F.dropout(masked(q @ k.mT / 2, "add").softmax(-1), 0.0) @ v
+
+
+@spelling
+def grouped_heads(q, k, v, masked):
+    """Scores of all queries of a key head in one product: `[B, 1, H * S, S]`."""
+    batch, heads, tokens, _ = q.shape
+    scores = (q.flatten(1, 2) @ k[:, 0].mT).view(batch, heads, tokens, tokens) / 2
+    return (masked(scores).softmax(-1).flatten(1, 2) @ v[:, 0]).unflatten(1, (heads, tokens))

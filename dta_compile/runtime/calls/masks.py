@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
@@ -173,6 +172,7 @@ class _Reader:
         shape: tuple[int, int],
     ) -> None:
         self.layers, self.dense, self.shape = layers, dict(dense), shape
+        self._tables: dict[Leaf, Table | None] = {}
         self._pairs: dict[Leaf, Pairs] = {}
         self.recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
         masks = [mask for layer in layers if (mask := _mask(layer)) is not None]
@@ -214,8 +214,10 @@ class _Reader:
         return mask.classify(Facts(numbers, scalars, {**mask.fixed, **tables}, pairs))
 
     def _table(self, leaf: Leaf) -> Table | None:
-        value = self.dense[leaf.name]
-        return None if math.prod(value.shape[:-2]) > 1 else _table(value)
+        if leaf not in self._tables:
+            value = self.dense[leaf.name].detach()
+            self._tables[leaf] = None if math.prod(value.shape[:-2]) > 1 else read_table(value)
+        return self._tables[leaf]
 
     def _tested(self, leaf: Leaf, mask: MaskProgram) -> Pairs:
         """Classify the values of a mask tensor over token pairs, once per call. Raises `RefusalError`."""
@@ -410,30 +412,3 @@ def _require_contiguous(valid: Booleans, starts: Booleans | None, why: str) -> N
             got=f"row {int(begins.any(1).argmax())}",
             hint="move the padding to one end of the row",
         )
-
-
-# By id of a tensor: a weak reference, its contents when it was read, and the table read from them. Contents are
-# compared because writes through `.data` and numpy do not change the version.
-_tables: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor, Table | None]] = {}
-
-
-def _table(values: torch.Tensor) -> Table | None:
-    """Return `read_table(values)`, cached while the tensor has the same contents."""
-    cached = _tables.get(id(values))
-    if cached is None or cached[0]() is not values or not _is_same(values, cached[1]):
-        key, contents = id(values), values.detach().clone()
-        reference = weakref.ref(values, lambda _: _tables.pop(key, None))
-        cached = _tables[key] = (reference, contents, read_table(contents))
-    return cached[2]
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    alike = (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
-    return alike and torch.equal(_words(one), _words(other))
-
-
-def _words(table: torch.Tensor) -> torch.Tensor:
-    """View a table as int64 words if possible: every call compares it, and words are ten times as fast as bool."""
-    offset = table.storage_offset() * table.itemsize
-    whole = table.is_contiguous() and table.nbytes % 8 == offset % 8 == 0
-    return table.detach().view(-1).view(torch.int64) if whole else table

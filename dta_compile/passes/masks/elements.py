@@ -64,7 +64,7 @@ ENTRY_RULES: dict[Any, str] = {
     aten.cumsum.default: "_cumsum",
     aten.any.dim: "_any",
     aten.all.dim: "_any",
-    CHOSEN: "_chosen",
+    CHOSEN: "_chosen_key",
 }
 
 
@@ -339,7 +339,7 @@ class Elements(Entries):
     def _embedding(self, node: fx.Node, index: Indices) -> Term:
         return self.entry(node.args[0], (self.entry(node.args[1], index[:-1]), index[-1]))
 
-    def _chosen(self, node: fx.Node, index: Indices) -> Term | None:
+    def _chosen_key(self, node: fx.Node, index: Indices) -> Term | None:
         row = self._zero if sizes(node)[0] == 1 else self.terms.index("row")
         own = (row, self._zero, self.terms.index("query"), self.terms.index("key"))
         return self.terms.const(self.chosen, torch.bool) if index == own else None

@@ -64,7 +64,7 @@ def recognise_choices(graph: fx.Graph, weights: Collection[fx.Node]) -> None:
             with graph.inserting_before(node):
                 if topk not in choices and not _takes_all(topk):
                     choices[topk] = _Choice(topk, of_data).replaced(arranger, weights)
-                node.replace_all_uses_with(_scattered(node, choices.get(topk)))
+                node.replace_all_uses_with(_scattered(arranger, node, choices.get(topk)))
         except Mismatch as mismatch:
             topk.meta["unrecognised_choice"] = str(mismatch)
     graph.eliminate_dead_code(fx.Node.is_impure)
@@ -101,17 +101,24 @@ def _count(topk: fx.Node) -> sympy.Expr:
     return expression(topk.args[1].meta["val"] if isinstance(topk.args[1], fx.Node) else topk.args[1])
 
 
-def _scattered(scatter: fx.Node, choice: fx.Node | None) -> fx.Node:
+def _scattered(arranger: Arranger, scatter: fx.Node, choice: fx.Node | None) -> fx.Node:
     """Return the value of a scatter as a function of `CHOSEN`; `choice` is None if all keys are chosen."""
-    graph, base, value = scatter.graph, number_of(scatter.args[0]), _value(scatter)
-    dtype, shape = scatter.meta["val"].dtype, scatter.args[0]
-    written = call(graph, aten.full_like.default, shape, value, dtype=dtype)
+    graph, value = scatter.graph, scatter.meta["val"]
+    shape = [arranger.sizes.build(size) for size in sizes(scatter)]
+    if None in shape or len(shape) not in (3, 4):
+        raise Mismatch(f"a mask of sizes {sizes(scatter)}")
+    kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    with value.fake_mode:
+        base, written = (
+            call(graph, aten.full.default, shape, number, **kwargs)
+            for number in (number_of(scatter.args[0]), _value(scatter))
+        )
     if choice is None:
         return written
     chosen = call(graph, CHOSEN, choice)
-    if len(sizes(scatter)) == 3:
+    if len(shape) == 3:
         chosen = call(graph, aten.select.int, chosen, 1, 0)
-    return call(graph, aten.where.self, chosen, written, call(graph, aten.full_like.default, shape, base, dtype=dtype))
+    return call(graph, aten.where.self, chosen, written, base)
 
 
 class _Choice:

@@ -1,7 +1,8 @@
 """Check keyword arguments that models pass to our functions: ignore those without influence, refuse all others.
 
 Models of transformers pass on whatever they were called with, and arguments that only some implementations read
-(`block_indices` of learned sparse attention). A function that ignored a meaningful argument would compute something else.
+(`block_indices` of learned sparse attention). A function that ignored a meaningful argument would compute something
+else.
 """
 
 from __future__ import annotations

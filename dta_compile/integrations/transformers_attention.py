@@ -206,8 +206,9 @@ def _with_chosen(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the query, and the mask for the keys that the model chooses; see `passes.lowering.attention.choices`."""
     if not isinstance(mask, torch.Tensor):
-        what = f"{FUNCTION} is handed indices of chosen keys without a mask that says which keys they are chosen from"
-        return REFUSED(query, what, "a tensor as the mask", "no such mask", EAGER), None
+        argument, against = "indices", "of chosen keys without a mask of the keys that they are chosen from"
+        what = f"{FUNCTION} is handed {argument} {against}"
+        return REFUSED(query, what, "a tensor as the mask", argument, EAGER), None
     others = torch.ones((*indices.shape[:2], key.shape[2]), dtype=torch.bool, device=indices.device)
     others = others.scatter(-1, indices.long(), False)[:, None]
     if mask.dtype is torch.bool:

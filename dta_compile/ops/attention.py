@@ -66,13 +66,11 @@ def _mixer(prefix: str, name: str, with_sinks: bool, with_choice: bool) -> Mixer
     """Define the three operators of a kind of attention, and register them as a mixer."""
     further = [*["sinks"] * with_sinks, *["choice"] * with_choice]
     operands = ", ".join([OPERANDS, *(f"Tensor {operand}" for operand in further)])
-    grads = ", ".join(["Tensor"] * (3 + with_sinks))
+    grads, results = ", ".join(["Tensor"] * (3 + with_sinks)), "Tensor out, Tensor logsumexp"
     attention = f"{prefix}attention"
     LIBRARY.define(f"{attention}_call({operands}, {MASKING}) -> Tensor")
     LIBRARY.define(f"{attention}(int layer, {operands}, {SCORING}) -> (Tensor, Tensor)")
-    LIBRARY.define(
-        f"{attention}_backward(int layer, Tensor grad, {operands}, Tensor out, Tensor logsumexp, {SCORING}) -> ({grads})"
-    )
+    LIBRARY.define(f"{attention}_backward(int layer, Tensor grad, {operands}, {results}, {SCORING}) -> ({grads})")
     call, chunk, backward = (getattr(torch.ops.dta, attention + part) for part in ("_call", "", "_backward"))
     sdpa = () if further else (F.scaled_dot_product_attention,)
     count = 3 + len(further)

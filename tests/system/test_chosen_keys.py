@@ -83,7 +83,11 @@ def compiled_with(model, **options):
 
 @pytest.mark.parametrize(
     ("spelling", "shared", "options"),
-    [("matmul", False, {}), ("einsum", False, {"memory_budget": 0}), ("matmul", True, {"sweep": "stages", "memory_budget": 0})],
+    [
+        ("matmul", False, {}),
+        ("einsum", False, {"memory_budget": 0}),
+        ("matmul", True, {"sweep": "stages", "memory_budget": 0}),
+    ],
 )
 def test_every_query_reads_the_keys_chosen_for_it(spelling, shared, options):
     model, batch = Sparse(spelling, shared=shared), make_batch(rollouts(V))

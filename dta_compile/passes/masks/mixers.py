@@ -15,7 +15,7 @@ from dta_compile.executable.layers import (
     RunningSpec,
     StateSpec,
 )
-from dta_compile.executable.masks import MaskProgram
+from dta_compile.executable.masks import MaskProgram, refusal
 from dta_compile.ops.attention import ATTENTION_MIXERS, OVER_CHOSEN, Masking
 from dta_compile.ops.chosen_keys import CHOICE_MIXER
 from dta_compile.ops.library import is_random
@@ -67,8 +67,7 @@ def mixers(program: Program) -> None:
             query, key, value, *others = operands
             operands = query, *_with_true_heads(program, key, value), *others
         if choice is not None:
-            mixer = _over_chosen(node, mixer)
-            operands = *operands, choice
+            mixer, operands = OVER_CHOSEN[mixer], (*operands, choice)
         node.target, node.args = mixer.call, (*operands, *Masking.causal(masking.scale, masking.softcap), *rest)
         layers.append(AttentionLayer(index, mixer, _states(mixer, node), where(node), mask, masking.softcap))
     program.mixers = layers
@@ -215,19 +214,6 @@ def _leads_to_softmax(node: fx.Node, steps: int = 12) -> bool:
     return False
 
 
-def _over_chosen(node: fx.Node, mixer: Mixer) -> Mixer:
-    """Return the kind of attention that reads chosen keys alone."""
-    if mixer not in OVER_CHOSEN:
-        raise RefusalError(
-            f"a mask of {mixer.name} is made of a learned choice of keys",
-            where=where(node),
-            expected="a choice of keys in the mask of attention alone",
-            got="a choice among keys that were chosen",
-            hint="choose keys once a layer",
-        )
-    return OVER_CHOSEN[mixer]
-
-
 class _Masks:
     """The masks of a program's layers, one object for all layers with the same."""
 
@@ -253,7 +239,10 @@ class _Masks:
         if masking.mask is not None:
             if masking.mask not in self._derived:
                 self._derived[masking.mask] = self.programs.of(masking.mask)
-            return self._derived[masking.mask]
+            mask, choice = self._derived[masking.mask]
+            if choice is not None and MIXERS[node.target] not in OVER_CHOSEN:
+                raise refusal(where(node), "a choice of keys among those that were chosen", "choose keys once a layer")
+            return mask, choice
         return self.declared(node, masking.segments, masking.window) if is_declared else None, None
 
     def declared(self, node: fx.Node, segments: fx.Node | None, window: int) -> MaskProgram:

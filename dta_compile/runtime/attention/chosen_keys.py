@@ -76,10 +76,9 @@ class ChoiceRuntime:
         if bool(is_tied.any()):
             query = int(is_tied.nonzero()[0, 0])
             raise RuntimeContractError(
-                "a learned index gives several keys the same score, of which it chooses some, and torch does not say"
-                " which ones: that depends on where a sequence begins in its row",
+                "a learned index chooses some of several keys with the same score, and torch does not say which",
                 where=self.where,
-                expected="sequences that begin at the first token of a row, or different scores",
+                expected="different scores, or sequences that begin at the first token of a row",
                 got=f"{int((row[query] == last[query]).sum())} keys of score {float(last[query]):g}",
                 hint="pass one sequence per row, padded on the right",
             )

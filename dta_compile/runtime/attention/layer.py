@@ -70,7 +70,9 @@ class AttentionRuntime:
     def _operands(self, x: LayerInputs) -> Operands:
         (query, key, value), (prefix_key, prefix_value), (scale, softcap) = x.operands[:3], x.above, x.constants
         choice = x.operands[-1] if self.has_choice else None
-        return Operands(query, key, value, prefix_key, prefix_value, x.chunk, x.table, scale, self.limit, softcap, choice)
+        return Operands(
+            query, key, value, prefix_key, prefix_value, x.chunk, x.table, scale, self.limit, softcap, choice
+        )
 
 
 def provider_of(layer: AttentionLayer, device: torch.device, choice: str) -> Provider:

@@ -20,10 +20,10 @@ import torch
 from torch import fx
 from torch.utils._sympy.functions import Min
 
-from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, CHOSEN
 from dta_compile.ops.attention import Masking
+from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, CHOSEN
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import call, descendants, filled_with
+from dta_compile.passes.graphs.nodes import call, descendants
 from dta_compile.passes.graphs.operators import CASTS, COPIES, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS
 from dta_compile.passes.lowering.attention.factors import (
     MOVES,
@@ -32,7 +32,6 @@ from dta_compile.passes.lowering.attention.factors import (
     Dim,
     Mismatch,
     leaves,
-    moved,
     number_of,
     unify,
 )

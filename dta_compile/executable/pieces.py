@@ -16,6 +16,7 @@ import torch
 
 from dta_compile.executable.code import CppSource, Source
 from dta_compile.executable.layers import AttentionLayer, MixerLayer
+from dta_compile.ops.attention import OVER_CHOSEN
 from dta_compile.ops.tree_attention import kernel
 
 
@@ -33,6 +34,7 @@ class TreeAttention:
         """Return whether it can compute a layer on this type of device."""
         return (
             isinstance(layer, AttentionLayer)
+            and layer.mixer in OVER_CHOSEN  # which is by kinds of attention over all keys
             and device == "cpu"
             and layer.dtype in kernel.DTYPES
             and layer.key_dim == layer.states[1].shape[3]

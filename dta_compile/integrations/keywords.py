@@ -1,7 +1,8 @@
 """Check keyword arguments that models pass to our functions: ignore those without influence, refuse all others.
 
 Models of transformers pass on whatever they were called with, and arguments that only some implementations read
-(`indices` of learned sparse attention). A function that ignored a meaningful argument would compute something else.
+(`block_indices` of learned sparse attention). A function that ignored a meaningful argument would compute something
+else.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ WITHOUT_MEANING = {  # no influence on the result, and why
     "use_cache": "of the model, which hands over the keys of its cache",
 }
 EAGER = 'attn_implementation="eager" reads whatever the model hands over'
-SPARSE = (
-    'the model chooses keys, which attn_implementation="sdpa" or "eager" does with a mask; over a prefix tree such a '
-    "mask is refused, so train the model without the backend, or with options={'fallback': 'dense'}"
-)
-HINTS = {"block_indices": SPARSE, "indices": SPARSE}
+HINTS = {
+    "block_indices": "the model chooses blocks of keys: train it without the backend, or with"
+    " options={'fallback': 'dense'}",
+    "indices": 'the model chooses keys, which attn_implementation="dta" or "sdpa" does with a mask',
+}
 
 
 def refuse_unknown(

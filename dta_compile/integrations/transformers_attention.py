@@ -148,6 +148,7 @@ def attention_forward(
     cu_seq_lens_q: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
     sliding_window: int | None = None,
+    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention of a layer: query `[B, Hq, S, D]`, key `[B, Hkv, K, D]` and value `[B, Hkv, K, Dv]`.
@@ -159,6 +160,7 @@ def attention_forward(
         position_ids: `[B, S]`, restarting with every sequence of a packed row. Boundaries and positions are only used
             if the mask has no sequences or padding, because some models do not pass these to their masks.
         sliding_window: window of the layer; refused unless it is the mask's, which is used, as by "eager".
+        indices: `[B, S, count]`, the keys that the model chooses for each query, of those that its mask allows.
 
     Returns:
         `[B, S, Hq, Dv]`, and None.
@@ -168,6 +170,8 @@ def attention_forward(
         OptionError: dropout, `position_bias` or `cache` together with a feature that torch's attention lacks.
     """
     query = refuse_unknown(query, FUNCTION, kwargs, _OF_TORCH)
+    if indices is not None:
+        query, attention_mask = _with_chosen(query, key, attention_mask, indices)
     if isinstance(attention_mask, CausalMask):
         (segments, window, is_told), mask, causal = attention_mask, None, True
     else:
@@ -206,6 +210,21 @@ def attention_forward(
     masking = Masking(mask, causal, segments, window or 0, scale, float(softcap or 0))
     out = call(query, key, value, s_aux, masking)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _with_chosen(
+    query: torch.Tensor, key: torch.Tensor, mask: CausalMask | torch.Tensor | None, indices: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the query, and the mask for the keys that the model chooses; see `passes.lowering.attention.choices`."""
+    if not isinstance(mask, torch.Tensor):
+        argument, against = "indices", "of chosen keys without a mask of the keys that they are chosen from"
+        what = f"{FUNCTION} is handed {argument} {against}"
+        return REFUSED(query, what, "a tensor as the mask", argument, EAGER), None
+    others = torch.ones((*indices.shape[:2], key.shape[2]), dtype=torch.bool, device=indices.device)
+    others = others.scatter(-1, indices.long(), False)[:, None]
+    if mask.dtype is torch.bool:
+        return query, mask & ~others
+    return query, mask.masked_fill(others, torch.finfo(mask.dtype).min)
 
 
 def _refuse_contradictions(

@@ -4,23 +4,25 @@ Over a batch (`attention_call`, or `sink_attention_call` with sinks) an operator
 `ops.dense_attention` computes it. Over a chunk it takes the layer's number, and the `joint` pass turns it into a call
 on the runtime's path stack, which holds the keys and values of the tokens before the chunk.
 
-A *sink* is, for each head, the score of an additional key in the softmax, whose value is zero.
+A *sink* is, for each head, the score of an additional key in the softmax, whose value is zero. A *choice* is, for each
+query, the keys that it reads of those that it may read (`chosen_keys`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from dta_compile.ops.chosen_keys import MASKING, are_chosen
 from dta_compile.ops.dense_attention import attend, attend_backward
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.library import LIBRARY
 from dta_compile.ops.mixer import BATCH, TOKENS, Mixer, Operand, register_mixer
 
 OPERANDS = "Tensor query, Tensor key, Tensor value"
-MASKING = "Tensor? mask, bool is_causal, Tensor? segments, int window, float scale, float softcap"
 SCORING = "float scale, float softcap"
 
 
@@ -44,73 +46,83 @@ class Masking(NamedTuple):
     softcap: Any
 
     @classmethod
+    def of(cls, mixer: Mixer, arguments: Sequence[Any]) -> Masking:
+        """Return the masking among the arguments of a mixer's `call`."""
+        return cls(*arguments[len(mixer.operands) :][: len(cls._fields)])
+
+    @classmethod
     def causal(cls, scale: Any, softcap: Any) -> Masking:
         """Return the arguments of plain causal attention."""
         return cls(None, True, None, 0, scale, softcap)
 
 
-LIBRARY.define(f"attention_call({OPERANDS}, {MASKING}) -> Tensor")
-LIBRARY.define(f"sink_attention_call({OPERANDS}, Tensor sinks, {MASKING}) -> Tensor")
 LIBRARY.define(
     f"dense_attention_backward(Tensor grad, {OPERANDS}, Tensor? sinks, {MASKING}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-LIBRARY.define(f"attention(int layer, {OPERANDS}, {SCORING}) -> (Tensor, Tensor)")
-LIBRARY.define(f"sink_attention(int layer, {OPERANDS}, Tensor sinks, {SCORING}) -> (Tensor, Tensor)")
-LIBRARY.define(
-    f"attention_backward(int layer, Tensor grad, {OPERANDS}, Tensor out, Tensor logsumexp, {SCORING})"
-    " -> (Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    f"sink_attention_backward(int layer, Tensor grad, {OPERANDS}, Tensor sinks, Tensor out, Tensor logsumexp,"
-    f" {SCORING}) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-ATTENTION_CALL = torch.ops.dta.attention_call.default
-SINK_ATTENTION_CALL = torch.ops.dta.sink_attention_call.default
 DENSE_ATTENTION_BACKWARD = torch.ops.dta.dense_attention_backward.default
-ATTENTION = torch.ops.dta.attention.default
-SINK_ATTENTION = torch.ops.dta.sink_attention.default
-ATTENTION_BACKWARD = torch.ops.dta.attention_backward.default
-SINK_ATTENTION_BACKWARD = torch.ops.dta.sink_attention_backward.default
 
-_OPERANDS = (Operand("query", "queries"), Operand("key", "keys", True), Operand("value", "values", True))
-_DIMS = (BATCH, "heads", TOKENS, "head_dim")
 
-ATTENTION_MIXER = register_mixer(
-    Mixer(
-        name="attention",
-        functions=(F.scaled_dot_product_attention, torch.ops.dta.attention_call, ATTENTION_CALL),
-        call=ATTENTION_CALL,
-        chunk=ATTENTION,
-        backward=ATTENTION_BACKWARD,
-        operands=_OPERANDS,
-        dims=_DIMS,
-        constants=(7, 8),  # scale and soft cap
+def _mixer(prefix: str, name: str, with_sinks: bool, with_choice: bool) -> Mixer:
+    """Define the three operators of a kind of attention, and register them as a mixer."""
+    further = [*["sinks"] * with_sinks, *["choice"] * with_choice]
+    operands = ", ".join([OPERANDS, *(f"Tensor {operand}" for operand in further)])
+    grads, results = ", ".join(["Tensor"] * (3 + with_sinks)), "Tensor out, Tensor logsumexp"
+    attention = f"{prefix}attention"
+    LIBRARY.define(f"{attention}_call({operands}, {MASKING}) -> Tensor")
+    LIBRARY.define(f"{attention}(int layer, {operands}, {SCORING}) -> (Tensor, Tensor)")
+    LIBRARY.define(f"{attention}_backward(int layer, Tensor grad, {operands}, {results}, {SCORING}) -> ({grads})")
+    call, chunk, backward = (getattr(torch.ops.dta, attention + part) for part in ("_call", "", "_backward"))
+    sdpa = () if further else (F.scaled_dot_product_attention,)
+    count = 3 + len(further)
+    return register_mixer(
+        Mixer(
+            name=name,
+            functions=(*sdpa, call, call.default),
+            call=call.default,
+            chunk=chunk.default,
+            backward=backward.default,
+            operands=(
+                Operand("query", "queries"),
+                Operand("key", "keys", True),
+                Operand("value", "values", True),
+                *[Operand("sinks", "sinks", has_tokens=False)] * with_sinks,
+                *[Operand("choice", "choices of keys")] * with_choice,
+            ),
+            dims=(BATCH, "heads", TOKENS, "head_dim"),
+            constants=(count + 4, count + 5),  # scale and soft cap
+        )
     )
-)
-SINK_ATTENTION_MIXER = register_mixer(
-    Mixer(
-        name="attention with sinks",
-        functions=(torch.ops.dta.sink_attention_call, SINK_ATTENTION_CALL),
-        call=SINK_ATTENTION_CALL,
-        chunk=SINK_ATTENTION,
-        backward=SINK_ATTENTION_BACKWARD,
-        operands=(*_OPERANDS, Operand("sinks", "sinks", has_tokens=False)),
-        dims=_DIMS,
-        constants=(8, 9),
-    )
-)
-ATTENTION_MIXERS = (ATTENTION_MIXER, SINK_ATTENTION_MIXER)
+
+
+ATTENTION_MIXER = _mixer("", "attention", with_sinks=False, with_choice=False)
+SINK_ATTENTION_MIXER = _mixer("sink_", "attention with sinks", with_sinks=True, with_choice=False)
+# By kind of attention, the same over chosen keys.
+OVER_CHOSEN = {
+    ATTENTION_MIXER: _mixer("chosen_", "attention over chosen keys", with_sinks=False, with_choice=True),
+    SINK_ATTENTION_MIXER: _mixer("chosen_sink_", "attention with sinks over chosen keys", True, True),
+}
+ATTENTION_MIXERS = (ATTENTION_MIXER, SINK_ATTENTION_MIXER, *OVER_CHOSEN.values())
+ATTENTION_CALL, ATTENTION, ATTENTION_BACKWARD = ATTENTION_MIXER.call, ATTENTION_MIXER.chunk, ATTENTION_MIXER.backward
+SINK_ATTENTION_CALL = SINK_ATTENTION_MIXER.call
 
 
 # Over a batch
 
 
-def _attention_call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *masking: Any) -> torch.Tensor:
-    return attend(query, key, value, None, *masking)
+def _attend(mixer: Mixer, arguments: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, Masking]:
+    """Return query, key and value, the sinks, and the masking of a call, in which a choice is part of the mask."""
+    operands = dict(zip((one.name for one in mixer.operands), arguments, strict=False))
+    masking, choice = Masking(*arguments[len(mixer.operands) :]), operands.get("choice")
+    if choice is not None:
+        chosen = are_chosen(choice, choice.shape[2])
+        if masking.mask is None or masking.mask.dtype is torch.bool:
+            mask = chosen if masking.mask is None else masking.mask & chosen
+        else:
+            mask = masking.mask.masked_fill(~chosen, float("-inf"))
+        masking = masking._replace(mask=mask)
+    return arguments[:3], operands.get("sinks"), masking
 
 
-LIBRARY.impl("attention_call", _attention_call, "CompositeExplicitAutograd")
-LIBRARY.impl("sink_attention_call", attend, "CompositeExplicitAutograd")
 LIBRARY.impl("dense_attention_backward", attend_backward, "CompositeExplicitAutograd")
 
 
@@ -129,25 +141,6 @@ def _dense_backward_fake(
 ) -> tuple[torch.Tensor, ...]:
     of_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return (*(tensor.new_empty(tensor.shape) for tensor in (query, key, value)), of_sinks)
-
-
-def _save_call(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    operands, masking = inputs[: -len(Masking._fields)], Masking(*inputs[-len(Masking._fields) :])
-    ctx.save_for_backward(*operands, masking.mask, masking.segments)
-    ctx.masking = masking._replace(mask=None, segments=None)
-
-
-def _call_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    *operands, mask, segments = ctx.saved_tensors
-    sinks = operands[3] if len(operands) > 3 else None
-    masking = ctx.masking._replace(mask=mask, segments=segments)
-    grads = DENSE_ATTENTION_BACKWARD(grad, *operands[:3], sinks, *masking)
-    return (*grads[: len(operands)], *[None] * len(masking))
-
-
-for _name in ("attention_call", "sink_attention_call"):
-    torch.library.register_fake(f"dta::{_name}", _call_fake, lib=LIBRARY)
-    torch.library.register_autograd(f"dta::{_name}", _call_backward, setup_context=_save_call, lib=LIBRARY)
 
 
 # Over a chunk
@@ -176,23 +169,48 @@ def _chunk_fake(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch
     return out, query.new_empty(query.shape[:-1], dtype=statistics_dtype(query.dtype))
 
 
-def _backward_fake(layer: int, grad: torch.Tensor, *arguments: Any) -> Any:
-    operands = [arg for arg in arguments if isinstance(arg, torch.Tensor)][:-2]
-    return (*map(empty_by_tokens, operands[:3]), *(sinks.new_empty(sinks.shape) for sinks in operands[3:]))
+def _implement(mixer: Mixer) -> None:
+    """Implement the operators of a kind of attention."""
+    operands, sinks = len(mixer.operands), [i for i, one in enumerate(mixer.operands) if one.name == "sinks"]
+    without_gradient = [None] * sum(one.name == "choice" for one in mixer.operands)
+
+    def run_call(*arguments: Any) -> torch.Tensor:
+        states, own_sinks, masking = _attend(mixer, arguments)
+        return attend(*states, own_sinks, *masking)
+
+    def save_call(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*(value if isinstance(value, torch.Tensor) else None for value in inputs))
+        ctx.numbers = [None if isinstance(value, torch.Tensor) else value for value in inputs]
+
+    def call_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        pairs = zip(ctx.saved_tensors, ctx.numbers, strict=True)
+        states, own_sinks, masking = _attend(mixer, tuple(n if tensor is None else tensor for tensor, n in pairs))
+        grads = DENSE_ATTENTION_BACKWARD(grad, *states, own_sinks, *masking)
+        return (*grads[: 3 + len(sinks)], *without_gradient, *[None] * len(masking))
+
+    def backward_fake(layer: int, grad: torch.Tensor, *arguments: Any) -> Any:
+        return (*map(empty_by_tokens, arguments[:3]), *(torch.empty_like(arguments[i]) for i in sinks))
+
+    def save_chunk(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        ctx.layer, ctx.constants = inputs[0], inputs[1 + operands :]
+        ctx.save_for_backward(*inputs[1 : 1 + operands], *output)
+        ctx.mark_non_differentiable(output[1])
+
+    def chunk_backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+        assert mixer.backward is not None
+        grads = mixer.backward(ctx.layer, grad, *ctx.saved_tensors, *ctx.constants)
+        return (None, *grads, *without_gradient, *[None] * len(ctx.constants))
+
+    call, chunk, backward = (
+        operator._schema.name for operator in (mixer.call, mixer.chunk, mixer.backward) if operator is not None
+    )
+    LIBRARY.impl(call, run_call, "CompositeExplicitAutograd")
+    torch.library.register_fake(call, _call_fake, lib=LIBRARY)
+    torch.library.register_autograd(call, call_backward, setup_context=save_call, lib=LIBRARY)
+    torch.library.register_fake(chunk, _chunk_fake, lib=LIBRARY)
+    torch.library.register_fake(backward, backward_fake, lib=LIBRARY)
+    torch.library.register_autograd(chunk, chunk_backward, setup_context=save_chunk, lib=LIBRARY)
 
 
-def _save_chunk(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.layer, *operands, ctx.scale, ctx.softcap = inputs
-    ctx.save_for_backward(*operands, *output)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _chunk_backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    backward = ATTENTION_BACKWARD if len(ctx.saved_tensors) == 5 else SINK_ATTENTION_BACKWARD
-    return (None, *backward(ctx.layer, grad, *ctx.saved_tensors, ctx.scale, ctx.softcap), None, None)
-
-
-for _name in ("attention", "sink_attention"):
-    torch.library.register_fake(f"dta::{_name}", _chunk_fake, lib=LIBRARY)
-    torch.library.register_fake(f"dta::{_name}_backward", _backward_fake, lib=LIBRARY)
-    torch.library.register_autograd(f"dta::{_name}", _chunk_backward, setup_context=_save_chunk, lib=LIBRARY)
+for _kind in ATTENTION_MIXERS:
+    _implement(_kind)

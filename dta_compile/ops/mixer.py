@@ -54,6 +54,7 @@ class Mixer:
     `out` and the operands with tokens have the dimensions `dims`, or a prefix of them with fewer feature dimensions;
     the batch has size one in a chunk. `backward` may omit all results. `chunk` has a derivative (`register_autograd`)
     that calls `backward`; neither has an implementation. An operator with one result returns it as such, not a tuple.
+    A mixer whose output has no gradient has no `backward`.
 
     Attributes:
         functions: the functions in a user's graph as Dynamo captures it; they take the operands first.
@@ -73,7 +74,7 @@ class Mixer:
     functions: tuple[Callable[..., Any], ...]
     call: torch._ops.OpOverload
     chunk: torch._ops.OpOverload
-    backward: torch._ops.OpOverload
+    backward: torch._ops.OpOverload | None
     operands: tuple[Operand, ...]
     dims: tuple[str, ...]
     constants: tuple[int, ...] = ()

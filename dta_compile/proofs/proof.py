@@ -93,6 +93,17 @@ def classify(term: Term, sizes: Mapping[str, sympy.Expr], facts: Facts) -> MaskC
     raise refused
 
 
+def forbids(term: Term, sizes: Mapping[str, sympy.Expr], facts: Facts) -> bool:
+    """Return whether a mask is proven to allow no pair, whatever its inputs are; arguments as of `classify`."""
+    with Z3_LOCK:
+        for float_role in ("binary", "bias"):
+            logic = Logic(Terms(in_order(term)), sizes, facts, float_role, "")
+            with contextlib.suppress(Unproven, Untranslatable, z3.Z3Exception):
+                if logic.proves(z3.Not(_Proof(term, logic).allowed)) and not any(logic.assumed.values()):
+                    return True
+    return False
+
+
 def _by_a_condition(term: Term, logic: Logic) -> MaskClass | None:
     """Return the class of a mask that lets every token attend to itself, with a condition on the key as padding.
 

@@ -122,7 +122,7 @@ def _layers(program: Program) -> Iterator[object]:
     yield from (f"layer {layer.index} in place {i}" for i, layer in enumerate(program.mixers) if layer.index != i)
     for layer, node in zip(program.mixers, program.mixer_nodes, strict=True):
         if isinstance(layer, AttentionLayer):
-            masking = Masking(*node.args[len(layer.mixer.operands) :])
+            masking = Masking.of(layer.mixer, node.args)
             has_mask = masking != Masking.causal(masking.scale, masking.softcap)
         else:
             has_mask = layer.mixer.segments is not None and node.args[layer.mixer.segments] is not None

@@ -36,6 +36,7 @@ from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import descendants, sizes_from_inputs
 from dta_compile.passes.graphs.storage import write_to_new_values
 from dta_compile.passes.lowering import decompositions, row_loops
+from dta_compile.passes.lowering.attention.choices import recognise_choices
 from dta_compile.passes.lowering.attention.recognise import recognise_attention
 from dta_compile.passes.lowering.decompositions import capture_attention
 from dta_compile.passes.lowering.gradient_flow import (
@@ -86,12 +87,14 @@ def lower(program: Program) -> None:
     decompositions.drop_empty_parts(module.graph)
     _join_gradients_of_ranks(module.graph)
     read_what_was_written(module.graph, _inputs(module, program, *TRAINED))
-    unrecognised = recognise_attention(module.graph, set(_inputs(module, program, InputKind.PARAMETER)))
+    weights = set(_inputs(module, program, InputKind.PARAMETER))
+    unrecognised = recognise_attention(module.graph, weights)
     if unrecognised is not None and not mixer_calls(module.graph):
         raise unrecognised
+    recognise_choices(module.graph, weights)
     row_loops.undo_row_loops(module.graph)
     unsort_slots(module.graph)
-    spread_selected_rows(module.graph, set(_inputs(module, program, InputKind.PARAMETER)))
+    spread_selected_rows(module.graph, weights)
     select_masked_writes(module.graph)
     _forget_counts(module.graph, program)
     shifts_to_mixers(module.graph, _inputs(module, program, *TRAINED))

@@ -18,6 +18,7 @@ from torch import fx
 from dta_compile.errors import RefusalError
 from dta_compile.executable.layouts import Axis, Frame, Layout
 from dta_compile.executable.masks import MaskProgram, refusal
+from dta_compile.ops.chosen_keys import CHOSEN
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.graphs.operators import QUOTIENTS, SAME_ENTRIES, ZERO_OF_ZERO
 from dta_compile.passes.masks.elements import Elements
@@ -26,36 +27,74 @@ from dta_compile.passes.program import Program, ancestors, where
 from dta_compile.passes.symbols import expression, free_symbols, hint, sizes, symbolic
 from dta_compile.proofs.logic import Logic
 from dta_compile.proofs.mask_class import MaskClass
-from dta_compile.proofs.proof import Z3_LOCK, Unproven, classify
+from dta_compile.proofs.proof import Z3_LOCK, Unproven, classify, forbids
 from dta_compile.proofs.tables import Facts, read_table
 from dta_compile.proofs.terms import Entry, Leaf, Number, Term, Terms, subterms
 
 
-def mask_program(program: Program, mask: fx.Node) -> MaskProgram:
-    """Derive and classify a mask of attention; raise `RefusalError` if it is of no supported class."""
-    if learned := ancestors([mask]) & program.parameter_dependent:
-        if mask.meta["val"].dtype is torch.bool or any("topk" in str(node.target) for node in learned):
-            raise refusal(where(mask), "a learned sparse mask: the model chooses keys", "use a causal mask")
+class MaskPrograms:
+    """The masks of the attention calls of a program, each derived and classified once."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.terms = program, Terms()
+        self._known: dict[Term, MaskProgram] = {}
+
+    def of(self, mask: fx.Node) -> tuple[MaskProgram, fx.Node | None]:
+        """Return a mask for the keys that are chosen, and the choice of keys that it is made of, if it is.
+
+        Raises:
+            RefusalError: the mask is of no supported class, or allows keys that are not chosen.
+        """
+        choices = {node for node in ancestors([mask], stop=_is_choice) if _is_choice(node)}
+        learned = ancestors([mask], stop=_is_choice) & self.program.parameter_dependent
+        if any(node.op == "placeholder" for node in learned) or len(choices) > 1:
+            raise _learned_refusal(mask, learned)
+        derived = _Derivation(self.program, mask, self.terms)
+        if choices and not derived.forbids_others():
+            got = "a learned sparse mask that may allow keys besides those chosen for a query"
+            raise refusal(where(mask), got, "hide all keys that are not chosen, by False or -inf")
+        if derived.term not in self._known:
+            found = derived.mask_program()
+            self._known[derived.term] = dataclasses.replace(found, constant=_constant_class(found))
+        return self._known[derived.term], next((node.args[0] for node in choices), None)
+
+
+def _is_choice(node: fx.Node) -> bool:
+    return node.target is CHOSEN
+
+
+def _learned_refusal(mask: fx.Node, learned: set[fx.Node]) -> RefusalError:
+    """Return the error for a mask that depends on parameters."""
+    choosing = [node for node in learned if "topk" in str(node.target)]
+    if mask.meta["val"].dtype is not torch.bool and not choosing:
         got = "a bias computed from parameters"
-        raise refusal(where(mask), got, "add no learned bias to the attention scores")
-    derived = _Derivation(program, mask).mask_program()
-    return dataclasses.replace(derived, constant=_constant_class(derived))
+        return refusal(where(mask), got, "add no learned bias to the attention scores")
+    reason = next((reason for node in choosing if (reason := node.meta.get("unrecognised_choice"))), None)
+    got = "a learned sparse mask: the model chooses keys" + (f" by {reason}" if reason else "")
+    hint = "choose keys by topk of a weighted sum of relu(query @ key) over heads, masked like the attention; or use a"
+    return refusal(where(mask), got, f"{hint} causal mask")
 
 
 class _Derivation:
-    def __init__(self, program: Program, mask: fx.Node) -> None:
-        self.program, self.mask = program, mask
+    def __init__(self, program: Program, mask: fx.Node, terms: Terms) -> None:
+        self.program, self.mask, self.terms = program, mask, terms
         assert program.tokens is not None
         tokens = program.tokens if program.length is None else sympy.Integer(hint(program.length))
         self.sizes = {"query": tokens, "key": tokens}
         if program.batch is not None:
             self.sizes["row"] = program.batch
         with Z3_LOCK:
-            self.term = self._entry()
+            self.term = self._entry(chosen=True)
 
-    def _entry(self) -> Term:
-        """Return the mask's term; the index of a head dimension is "head"."""
-        shape, terms = self.mask.meta["val"].shape, Terms()
+    def forbids_others(self) -> bool:
+        """Return whether the mask is proven to forbid all keys that a choice leaves out."""
+        with Z3_LOCK:
+            term = self._entry(chosen=False)
+        return forbids(term, self.sizes, Facts())
+
+    def _entry(self, chosen: bool) -> Term:
+        """Return the mask's term for keys that are chosen, or are not; the index of a head dimension is "head"."""
+        shape, terms = self.mask.meta["val"].shape, self.terms
 
         def constant_of(term: Term, size: sympy.Expr) -> float | None:
             return Logic(terms, {**self.sizes, "scanned": size}).constant(term)
@@ -66,9 +105,11 @@ class _Derivation:
         if len(shape) > 2:
             self.sizes["head"] = expression(shape[-3])
         index = tuple(terms.index(name) if name else terms.const(0) for name in names)
-        elements = Elements(self.program, terms, constant_of, self.sizes.values())
+        elements = Elements(self.program, terms, constant_of, self.sizes.values(), chosen)
         term = elements.entry(self.mask, index)
         self.nodes = elements.leaves
+        if learned := set(self.nodes.values()) & self.program.parameter_dependent:
+            raise _learned_refusal(self.mask, learned)
         return term
 
     def mask_program(self) -> MaskProgram:

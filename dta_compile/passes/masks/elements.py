@@ -14,6 +14,7 @@ import sympy
 import torch
 from torch import fx
 
+from dta_compile.ops.chosen_keys import CHOSEN
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.axes.shape_rules import reshape_groups, transpose_order
 from dta_compile.passes.graphs.operators import COPIES, EXCHANGES, FILLS, RANGES, RESHAPES, SQUEEZES, UNTAGGED_POINTWISE
@@ -63,6 +64,7 @@ ENTRY_RULES: dict[Any, str] = {
     aten.cumsum.default: "_cumsum",
     aten.any.dim: "_any",
     aten.all.dim: "_any",
+    CHOSEN: "_chosen_key",
 }
 
 
@@ -75,15 +77,21 @@ class Elements(Entries):
         constant_of: returns the number that a boolean or integer term equals for all values of `SCANNED` below a size;
             None if that cannot be proven.
         bound_sizes: sizes that every call checks to be at most `LONGEST_ROW`.
+        chosen: what to take for the bits of a choice of keys at the mask's own pairs of tokens.
     """
 
     rules: ClassVar[Mapping[Any, str]] = ENTRY_RULES
 
     def __init__(
-        self, program: Program, terms: Terms, constant_of: ConstantOf, bound_sizes: Collection[sympy.Expr]
+        self,
+        program: Program,
+        terms: Terms,
+        constant_of: ConstantOf,
+        bound_sizes: Collection[sympy.Expr],
+        chosen: bool = True,
     ) -> None:
         super().__init__(program, terms)
-        self.constant_of, self.bound_sizes = constant_of, bound_sizes
+        self.constant_of, self.bound_sizes, self.chosen = constant_of, bound_sizes, chosen
         self._flat: dict[Term, tuple[tuple[Term, sympy.Expr], ...]] = {}
 
     def _copy(self, node: fx.Node, index: Indices) -> Term:
@@ -330,6 +338,11 @@ class Elements(Entries):
 
     def _embedding(self, node: fx.Node, index: Indices) -> Term:
         return self.entry(node.args[0], (self.entry(node.args[1], index[:-1]), index[-1]))
+
+    def _chosen_key(self, node: fx.Node, index: Indices) -> Term | None:
+        row = self._zero if sizes(node)[0] == 1 else self.terms.index("row")
+        own = (row, self._zero, self.terms.index("query"), self.terms.index("key"))
+        return self.terms.const(self.chosen, torch.bool) if index == own else None
 
     # Reductions and cumulative sums of constants
 

@@ -15,8 +15,9 @@ from dta_compile.executable.layers import (
     RunningSpec,
     StateSpec,
 )
-from dta_compile.executable.masks import MaskProgram
-from dta_compile.ops.attention import ATTENTION_MIXERS, Masking
+from dta_compile.executable.masks import MaskProgram, refusal
+from dta_compile.ops.attention import ATTENTION_MIXERS, OVER_CHOSEN, Masking
+from dta_compile.ops.chosen_keys import CHOICE_MIXER
 from dta_compile.ops.library import is_random
 from dta_compile.ops.mixer import MIXERS, Mixer
 from dta_compile.passes.axes.layouts import mixer_calls, through_copies
@@ -24,7 +25,7 @@ from dta_compile.passes.axes.token_axis import LEARNED_PROMPT, own_mixer_calls
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import First, is_float
 from dta_compile.passes.graphs.operators import CASTS, RESHAPES
-from dta_compile.passes.masks.derivation import Silencers, mask_program, padding_mask_of
+from dta_compile.passes.masks.derivation import MaskPrograms, Silencers, padding_mask_of
 from dta_compile.passes.masks.entries import leaf_of
 from dta_compile.passes.program import Mixed, Program, ancestors, where
 from dta_compile.passes.symbols import sizes
@@ -45,7 +46,7 @@ COUNTS = (aten.cumsum.default, aten.sum.dim_IntList, aten.sum.default, aten.binc
 )
 def mixers(program: Program) -> None:
     """Fill `program.mixers` and `.mixer_nodes`; calls lose their mask, and keys and values their repeated heads."""
-    masks, first, silent = dict[Any, MaskProgram](), First(program.draws), Silencers(program)
+    masks, first, silent = _Masks(program), First(program.draws), Silencers(program)
     layers: list[MixerLayer] = []
     program.mixer_nodes = own_mixer_calls(program)
     for index, node in enumerate(program.mixer_nodes):
@@ -54,18 +55,21 @@ def mixers(program: Program) -> None:
         if mixer.running_state is not None:
             layers.append(_recurrent(program, index, node, masks, first, silent))
             continue
-        if mixer not in ATTENTION_MIXERS:
+        if mixer not in (*ATTENTION_MIXERS, CHOICE_MIXER):
             layers.append(MixerLayer(index, mixer, _states(mixer, node), where(node)))
             continue
-        query, key, value, *others = mixer.operands_of(node.args)
-        masking = Masking(*node.args[len(mixer.operands) :])
+        masking, operands = Masking.of(mixer, node.args), mixer.operands_of(node.args)
+        rest = node.args[len(operands) + len(masking) :]
         if masking.segments is not None:
             masking = masking._replace(segments=first.like(masking.segments))
-        mask = _mask(program, node, masking, masks)
-        causal = Masking.causal(masking.scale, masking.softcap)
-        node.args = (query, *_with_true_heads(program, key, value), *others, *causal)
-        states = _states(mixer, node)
-        layers.append(AttentionLayer(index, mixer, states, where(node), mask, masking.softcap))
+        mask, choice = masks.of(node, masking)
+        if mixer is not CHOICE_MIXER:
+            query, key, value, *others = operands
+            operands = query, *_with_true_heads(program, key, value), *others
+        if choice is not None:
+            mixer, operands = OVER_CHOSEN[mixer], (*operands, choice)
+        node.target, node.args = mixer.call, (*operands, *Masking.causal(masking.scale, masking.softcap), *rest)
+        layers.append(AttentionLayer(index, mixer, _states(mixer, node), where(node), mask, masking.softcap))
     program.mixers = layers
 
 
@@ -73,7 +77,7 @@ def _recurrent(
     program: Program,
     index: int,
     node: fx.Node,
-    masks: dict[Any, MaskProgram],
+    masks: _Masks,
     first: First,
     silent: Silencers,
 ) -> RecurrentLayer:
@@ -81,9 +85,7 @@ def _recurrent(
     assert mixer.running_state is not None
     if mixer.segments is not None and node.args[mixer.segments] is not None:
         segments = first.like(node.args[mixer.segments])
-        if (segments, 0) not in masks:
-            masks[segments, 0] = declared_mask(program, node, segments, 0)
-        mask = masks[segments, 0]
+        mask = masks.declared(node, segments, 0)
         node.args = (*node.args[: mixer.segments], None, *node.args[mixer.segments + 1 :])
     shape, dtype = mixer.running_state([operand.meta["val"] for operand in mixer.operands_of(node.args)])
     running = RunningSpec(tuple(int(size) for size in shape), dtype)
@@ -212,28 +214,42 @@ def _leads_to_softmax(node: fx.Node, steps: int = 12) -> bool:
     return False
 
 
-def _mask(program: Program, node: fx.Node, masking: Masking, masks: dict[Any, MaskProgram]) -> MaskProgram | None:
-    is_declared = masking.segments is not None or masking.window
-    if masking.mask is None and not masking.is_causal:
-        raise RefusalError(
-            "this attention is bidirectional: it has no mask and is_causal=False",
-            where=where(node),
-            expected="is_causal=True, or a causal mask",
-            got="every token attends to every other",
-            hint="prefix sharing needs causal attention; compile the causal model only",
-        )
-    if masking.mask is not None and (masking.is_causal or is_declared):
-        both = "is_causal=True" if masking.is_causal else "segments or a window"
-        raise RefusalError(f"attention has both a mask and {both}", where=where(node), expected="one of the two")
-    key = masking.mask if masking.mask is not None else (masking.segments, masking.window)
-    if masking.mask is None and not is_declared:
-        return None
-    if key not in masks:
+class _Masks:
+    """The masks of a program's layers, one object for all layers with the same."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.programs = program, MaskPrograms(program)
+        self._known: dict[Any, MaskProgram] = {}
+        self._derived: dict[fx.Node, tuple[MaskProgram, fx.Node | None]] = {}
+
+    def of(self, node: fx.Node, masking: Masking) -> tuple[MaskProgram | None, fx.Node | None]:
+        """Return the mask of a call, None if it is plainly causal, and the choice of keys that is part of it."""
+        is_declared = masking.segments is not None or masking.window
+        if masking.mask is None and not masking.is_causal:
+            raise RefusalError(
+                "this attention is bidirectional: it has no mask and is_causal=False",
+                where=where(node),
+                expected="is_causal=True, or a causal mask",
+                got="every token attends to every other",
+                hint="prefix sharing needs causal attention; compile the causal model only",
+            )
+        if masking.mask is not None and (masking.is_causal or is_declared):
+            both = "is_causal=True" if masking.is_causal else "segments or a window"
+            raise RefusalError(f"attention has both a mask and {both}", where=where(node), expected="one of the two")
         if masking.mask is not None:
-            masks[key] = mask_program(program, masking.mask)
-        else:
-            masks[key] = declared_mask(program, node, masking.segments, masking.window)
-    return masks[key]
+            if masking.mask not in self._derived:
+                self._derived[masking.mask] = self.programs.of(masking.mask)
+            mask, choice = self._derived[masking.mask]
+            if choice is not None and MIXERS[node.target] not in OVER_CHOSEN:
+                raise refusal(where(node), "a choice of keys among those that were chosen", "choose keys once a layer")
+            return mask, choice
+        return self.declared(node, masking.segments, masking.window) if is_declared else None, None
+
+    def declared(self, node: fx.Node, segments: fx.Node | None, window: int) -> MaskProgram:
+        """Return the mask of a call that declares segments or a window."""
+        if (segments, window) not in self._known:
+            self._known[segments, window] = declared_mask(self.program, node, segments, window)
+        return self._known[segments, window]
 
 
 def _with_true_heads(program: Program, key: fx.Node, value: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -20,10 +20,16 @@ from dta_compile.runtime.path.interface import LayerInputs, Tensors
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRuntime:
-    """Runtime of an attention layer; `limit`: attention span (None: a token attends to all above it)."""
+    """Runtime of an attention layer.
+
+    Attributes:
+        limit: attention span; None: a token attends to all above it.
+        has_choice: whether the last operand is a choice of keys.
+    """
 
     provider: Provider
     limit: Limit | None = None
+    has_choice: bool = False
 
     @property
     def replayable(self) -> bool:
@@ -38,7 +44,7 @@ class AttentionRuntime:
     def forward(self, x: LayerInputs) -> Tensors:
         """Return output `[1, Hq, c, Dv]`, laid out as by `by_tokens`, and log-sum-exp `[1, Hq, c]`, sinks included."""
         out, logsumexp = self.provider.forward(self._operands(x))
-        for sinks in x.operands[3:]:
+        for sinks in self._sinks(x):
             sinks = sinks.to(logsumexp.dtype)[:, None]
             out = (out * torch.sigmoid(logsumexp - sinks)[..., None]).to(out.dtype)
             logsumexp = torch.logaddexp(logsumexp, sinks)
@@ -53,14 +59,20 @@ class AttentionRuntime:
         out, logsumexp = results
         gradients = self.provider.backward(grad, out, logsumexp, self._operands(x), *above_grads)
         grads: Tensors = tuple(map(by_tokens, gradients))
-        for sinks in x.operands[3:]:
+        for sinks in self._sinks(x):
             share = (sinks.to(logsumexp.dtype)[:, None] - logsumexp).exp()
             grads += (-(share * (grad.to(share.dtype) * out.to(share.dtype)).sum(-1)).sum((0, 2)),)
         return grads
 
+    def _sinks(self, x: LayerInputs) -> Tensors:
+        return x.operands[3:-1] if self.has_choice else x.operands[3:]
+
     def _operands(self, x: LayerInputs) -> Operands:
         (query, key, value), (prefix_key, prefix_value), (scale, softcap) = x.operands[:3], x.above, x.constants
-        return Operands(query, key, value, prefix_key, prefix_value, x.chunk, x.table, scale, self.limit, softcap)
+        choice = x.operands[-1] if self.has_choice else None
+        return Operands(
+            query, key, value, prefix_key, prefix_value, x.chunk, x.table, scale, self.limit, softcap, choice
+        )
 
 
 def provider_of(layer: AttentionLayer, device: torch.device, choice: str) -> Provider:

@@ -6,10 +6,13 @@ Attention over parts of the keys is merged by the log-sum-exps of their scores: 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from dta_compile.ops.products import product_of_read
 from dta_compile.runtime.attention.interface import Operands, Tensors
+from dta_compile.runtime.path.chunk_shape import ChunkTable, Limit
 
 
 class Reference:
@@ -19,10 +22,13 @@ class Reference:
 
     def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Provider.forward`."""
-        scores, value, _ = self._scores_and_values(x)
-        logsumexp, read = scores.logsumexp(-1), self._allowed(x)
-        weights = weights_of(scores, logsumexp)
-        return product_of_read(weights, value, read).to(x.query.dtype), logsumexp
+        key, value = (self._wide(x, *both) for both in ((x.prefix_key, x.key), (x.prefix_value, x.value)))
+        outs, logsumexps = [], []
+        for queries, read in self._blocks(x):
+            scores, _ = self._scores(x, x.query[:, :, queries], key, read)
+            logsumexps.append(scores.logsumexp(-1))
+            outs.append(product_of_read(weights_of(scores, logsumexps[-1]), value, read).to(x.query.dtype))
+        return torch.cat(outs, 2), torch.cat(logsumexps, 2)
 
     def backward(
         self,
@@ -34,24 +40,35 @@ class Reference:
         prefix_value_grad: torch.Tensor,
     ) -> Tensors:
         """See `Provider.backward`."""
-        scores, value, slope = self._scores_and_values(x)
-        grad, out, query = (tensor.to(value.dtype) for tensor in (grad, out, x.query))
-        prefix, groups, read = x.prefix_key.shape[2], self._groups(x), self._allowed(x)
-        key = self._wide(x, x.prefix_key, x.key)
-        grad_query, grad_key, grad_value = grads_of_read(grad, out, query, key, value, scores, logsumexp, slope, read)
-        grad_key, grad_value = sum_groups(grad_key, groups), sum_groups(grad_value, groups)
-        prefix_key_grad += grad_key[:, :, :prefix]
-        prefix_value_grad += grad_value[:, :, :prefix]
-        return grad_query.to(x.query.dtype), grad_key[:, :, prefix:], grad_value[:, :, prefix:]
+        key, value = (self._wide(x, *both) for both in ((x.prefix_key, x.key), (x.prefix_value, x.value)))
+        prefix, grads, of_key, of_value = x.prefix_key.shape[2], [], torch.zeros_like(key), torch.zeros_like(value)
+        for queries, read in self._blocks(x):
+            query, own_grad, own_out = (t[:, :, queries].to(value.dtype) for t in (x.query, grad, out))
+            scores, slope = self._scores(x, query, key, read)
+            lse = logsumexp[:, :, queries]
+            of_query, *others = grads_of_read(own_grad, own_out, query, key, value, scores, lse, slope, read)
+            grads.append(of_query.to(x.query.dtype))
+            of_key += others[0]
+            of_value += others[1]
+        of_key, of_value = (sum_groups(one, self._groups(x)) for one in (of_key, of_value))
+        prefix_key_grad += of_key[:, :, :prefix]
+        prefix_value_grad += of_value[:, :, :prefix]
+        return torch.cat(grads, 2), of_key[:, :, prefix:], of_value[:, :, prefix:]
 
     def _groups(self, x: Operands) -> int:
         return x.query.shape[1] // x.key.shape[1]
 
-    def _scores_and_values(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
-        """Return scores, values, and the derivative of the scores by the query-key products."""
-        value = self._wide(x, x.prefix_value, x.value)
-        scores, slope = capped(x.query.to(value.dtype) @ self._wide(x, x.prefix_key, x.key).mT, x.scale, x.softcap)
-        return scores.masked_fill(~self._allowed(x), float("-inf")), value, slope
+    def _blocks(self, x: Operands) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield queries, and which keys each of them reads, bool `[queries, p + c]`."""
+        every = slice(0, x.query.shape[2])
+        yield every, keys_above(x.table(), x.prefix_key.shape[2], x.limit, every)
+
+    def _scores(
+        self, x: Operands, query: torch.Tensor, key: torch.Tensor, read: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """Return scores, and their derivative by the query-key products."""
+        scores, slope = capped(query.to(key.dtype) @ key.mT, x.scale, x.softcap)
+        return scores.masked_fill(~read, float("-inf")), slope
 
     def _wide(self, x: Operands, prefix: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """Concatenate to `[1, Hq, p + c, D]` in at least float32; 0 beyond the chunk's start, since 0 * NaN is NaN."""
@@ -59,17 +76,18 @@ class Reference:
         both = torch.cat([prefix.masked_fill(beyond[:, None], 0), own], 2)
         return repeat_heads(both, self._groups(x)).to(torch.promote_types(x.query.dtype, torch.float32))
 
-    def _allowed(self, x: Operands) -> torch.Tensor:
-        """Return the mask, bool `[c, p + c]`: which of the `p + c` keys each of the `c` queries reads."""
-        table, device = x.table(), x.query.device
-        number = torch.arange(table.tokens, device=device)
-        above = torch.arange(x.prefix_key.shape[2], device=device)
-        prefix = (above < table.start).expand(table.tokens, -1)
-        own = (number <= number[:, None]) & (number[:, None] < table.ends)
-        if x.limit is not None:
-            first = x.limit.first(table.depths)[:, None]
-            prefix, own = prefix & (above >= first), own & (table.depths >= first)
-        return torch.cat([prefix, own], 1)
+
+def keys_above(table: ChunkTable, prefix: int, limit: Limit | None, queries: slice) -> torch.Tensor:
+    """Return which of the `p + c` keys some queries may read, bool `[queries, p + c]`: those above in the tree."""
+    number = torch.arange(table.tokens, device=table.numbers.device)
+    above = torch.arange(prefix, device=number.device)
+    own_number, depths = number[queries, None], table.depths[queries, None]
+    in_prefix = (above < table.start).expand(len(own_number), -1)
+    own = (number <= own_number) & (own_number < table.ends)
+    if limit is not None:
+        first = limit.first(depths)
+        in_prefix, own = in_prefix & (above >= first), own & (table.depths >= first)
+    return torch.cat([in_prefix, own], 1)
 
 
 def weights_of(scores: torch.Tensor, logsumexp: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,11 @@ class ReadMasks:
         """Attention span by attention layer; None: a token attends to all tokens above it."""
         return [_limit(mask_class) for mask_class in self.classes]
 
+    @property
+    def from_first(self) -> bool:
+        """Whether every sequence has a row, and begins at its first token."""
+        return self.starts is None and bool((self.valid[:, 1:] <= self.valid[:, :-1]).all())
+
 
 def _mask(layer: MixerLayer) -> MaskProgram | None:
     return layer.mask if isinstance(layer, (AttentionLayer, RecurrentLayer)) else None

@@ -10,8 +10,10 @@ import torch
 
 from dta_compile.executable.executable import Executable
 from dta_compile.executable.layers import AttentionLayer, MixerLayer
-from dta_compile.ops.attention import ATTENTION_MIXERS
+from dta_compile.ops.attention import OVER_CHOSEN
+from dta_compile.ops.chosen_keys import CHOICE_MIXER
 from dta_compile.ops.recurrences.operators import RECURRENCES
+from dta_compile.runtime.attention.chosen_keys import ChoiceRuntime, ChosenKeys
 from dta_compile.runtime.attention.interface import Provider
 from dta_compile.runtime.attention.layer import AttentionRuntime, provider_of
 from dta_compile.runtime.calls.masks import ReadMasks
@@ -27,12 +29,16 @@ class LayerContext:
     Attributes:
         attention: name of the provider, see `Options`.
         limits: by attention layer, how far up a token reads in this call; see `ReadMasks.limits`.
+        tokens: tokens of a row of the batch.
+        from_first: whether every sequence begins at the first token of a row.
         providers: attention providers made so far, shared by layers with equal states and soft cap.
     """
 
     device: torch.device
     attention: str
     limits: Mapping[int, Limit | None]
+    tokens: int
+    from_first: bool
     providers: dict[Any, Provider] = dataclasses.field(default_factory=dict)
 
 
@@ -44,6 +50,14 @@ def _attention(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
     return AttentionRuntime(context.providers[key], context.limits[layer.index])
 
 
+def _over_chosen(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
+    return AttentionRuntime(ChosenKeys(), context.limits[layer.index], has_choice=True)
+
+
+def _choice(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
+    return ChoiceRuntime(context.limits[layer.index], context.tokens, context.from_first, layer.where)
+
+
 def _recurrence(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
     return runtime_of(layer, context.device)
 
@@ -51,7 +65,9 @@ def _recurrence(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
 Make = Callable[[MixerLayer, LayerContext], AnyRuntime]
 
 RUNTIMES: dict[str, Make] = {  # by mixer name
-    **dict.fromkeys((mixer.name for mixer in ATTENTION_MIXERS), _attention),
+    **dict.fromkeys((mixer.name for mixer in OVER_CHOSEN), _attention),
+    **dict.fromkeys((mixer.name for mixer in OVER_CHOSEN.values()), _over_chosen),
+    CHOICE_MIXER.name: _choice,
     **dict.fromkeys((mixer.name for mixer in RECURRENCES), _recurrence),
 }
 
@@ -63,5 +79,5 @@ def runtimes_of(executable: Executable, masks: ReadMasks, device: torch.device, 
         OptionError: the chosen attention provider cannot run here.
     """
     limits = {layer.index: limit for layer, limit in zip(executable.attention, masks.limits, strict=True)}
-    context = LayerContext(device, attention, limits)
+    context = LayerContext(device, attention, limits, masks.valid.shape[1], masks.from_first)
     return [RUNTIMES[layer.mixer.name](layer, context) for layer in executable.mixers]

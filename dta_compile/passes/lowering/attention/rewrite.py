@@ -21,7 +21,7 @@ from torch import fx
 from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_CALL, SINK_ATTENTION_CALL, Masking
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import call
+from dta_compile.passes.graphs.nodes import call, may_have_gradient
 from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, DROPOUTS, MASKED_FILLS
 from dta_compile.passes.lowering.attention.distances import Distances, Slope, labels_of, positions
 from dta_compile.passes.lowering.attention.factors import (
@@ -37,7 +37,7 @@ from dta_compile.passes.lowering.attention.factors import (
     unify,
 )
 from dta_compile.passes.lowering.attention.scores import PathTo, Scores, is_added
-from dta_compile.passes.program import ancestors, where
+from dta_compile.passes.program import ancestors, has_tensor, where
 from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
 
@@ -293,6 +293,10 @@ class Rewrite:
         """The parameters that values are computed from, some of which are made of others just now."""
         return ancestors(list(nodes)) & self.weights
 
+    def _trained(self, *nodes: fx.Node) -> set[fx.Node]:
+        """The parameters that values have a gradient for: none through a choice of keys, which is made of integers."""
+        return ancestors(list(nodes), stop=lambda node: has_tensor(node) and not may_have_gradient(node)) & self.weights
+
     def _slopes(self) -> list[Arranged | float]:
         """Return the slopes of biases by the distance of query and key, and leave the rest of these in the masks.
 
@@ -375,7 +379,7 @@ class Rewrite:
         parts = [mask for mask in scores.masks if not self._is_of_keys(mask)]
         biases = [part for part in parts if is_added(part) and part.has(key)]
         for part in [*scores.masks, *scores.constant]:
-            if is_added(part) and not part.has(key) and self._learned(part.base) and not self._is_of_scores(part.base):
+            if is_added(part) and not part.has(key) and self._trained(part.base) and not self._is_of_scores(part.base):
                 raise Mismatch("a learned bias that no weight depends on")  # eager's gradient is zero
         if scores.sinks is not None and len(biases) < sum(map(is_added, scores.masks)):
             raise Mismatch("something added to scores that have sinks, but not to the sinks")
@@ -399,7 +403,7 @@ class Rewrite:
         beside = [by.base for _, by in scores.by if isinstance(by, Arranged)]
         beside += [] if scores.sinks is None else [scores.sinks.base]
         products = [one.product for one in (scores, *scores.further)]
-        return scores.product in ancestors([node]) and self._learned(node) <= self._learned(*products, *beside)
+        return scores.product in ancestors([node]) and self._trained(node) <= self._trained(*products, *beside)
 
     def _gated(self, mask: fx.Node | None) -> fx.Node | None:
         """Add the gates of scores and softmax weights to the mask, so that the prover judges both.

@@ -1,0 +1,248 @@
+"""Recognise keys that a learned index chooses for each query: `topk` of scores, scattered into a mask.
+
+    scores = (w * relu(scale * q @ k.mT)).sum(heads)          by products, einsum, or a product and a sum
+    scores = scores.masked_fill(~causal, -inf)                or `where`, or a mask that is added
+    index = scores.topk(min(count, S), -1).indices
+    mask = causal & torch.zeros(B, S, S, dtype=bool).scatter(-1, index, True)
+
+The choice becomes a mixer (`ops.chosen_keys`) with the masks of the scores as its own, and the scattered tensor
+`CHOSEN`, one bit for each pair. What is made of that tensor is for the pass `mixers` to judge.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._sympy.functions import Min
+
+from dta_compile.ops.attention import Masking
+from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, CHOSEN
+from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.graphs.nodes import call, descendants
+from dta_compile.passes.graphs.operators import CASTS, COPIES, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS
+from dta_compile.passes.lowering.attention.factors import (
+    MOVES,
+    Arranged,
+    Arranger,
+    Dim,
+    Mismatch,
+    leaves,
+    number_of,
+    unify,
+)
+from dta_compile.passes.lowering.attention.recognise import SCORE_PRODUCTS
+from dta_compile.passes.lowering.attention.rewrite import Attention, Rewrite
+from dta_compile.passes.lowering.attention.scores import Scores
+from dta_compile.passes.program import has_tensor
+from dta_compile.passes.symbols import expression, sizes
+
+aten = torch.ops.aten
+
+SCATTERS = (aten.scatter.value, aten.scatter.src)
+MOST_STEPS = 64  # operators between the product of index queries and keys and `topk`
+
+
+def recognise_choices(graph: fx.Graph, weights: Collection[fx.Node]) -> None:
+    """Replace scattered choices of keys in place; others keep the reason in `meta["unrecognised_choice"]`.
+
+    Args:
+        weights: placeholders that are parameters.
+    """
+    data = [node for node in graph.find_nodes(op="placeholder") if node not in weights and has_tensor(node)]
+    arranger, of_data, choices = Arranger(graph), descendants(graph, data), dict[fx.Node, fx.Node]()
+    for node in list(graph.nodes):
+        topk = _topk_of(node)
+        if topk is None:
+            continue
+        try:
+            with graph.inserting_before(node):
+                if topk not in choices and not _takes_all(topk):
+                    choices[topk] = _Choice(topk, of_data).replaced(arranger, weights)
+                node.replace_all_uses_with(_scattered(arranger, node, choices.get(topk)))
+        except Mismatch as mismatch:
+            topk.meta["unrecognised_choice"] = str(mismatch)
+    graph.eliminate_dead_code(fx.Node.is_impure)
+
+
+def _topk_of(node: fx.Node) -> fx.Node | None:
+    """Return the `topk` whose indices along the last dimension a node scatters into a mask, or None."""
+    if node.target not in SCATTERS or not isinstance(node.args[2], fx.Node):
+        return None
+    base, dim, index = node.args[:3]
+    while index.target in CASTS | COPIES:
+        index = index.args[0]
+    is_last = dim % max(len(sizes(node)), 1) == len(sizes(node)) - 1
+    is_number = number_of(base) is not None and _value(node) is not None
+    if not is_number or not is_last or index.target is not operator.getitem or index.args[1] != 1:
+        return None
+    topk = index.args[0]
+    if topk.target is not aten.topk.default or sizes(topk.args[0]) != sizes(node):
+        return None
+    along = (argument(topk, 2, "dim"), argument(topk, 3, "largest"))
+    return topk if along in ((-1, True), (len(sizes(node)) - 1, True)) else None
+
+
+def _value(scatter: fx.Node) -> float | None:
+    return number_of(scatter.args[3])
+
+
+def _takes_all(topk: fx.Node) -> bool:
+    """Return whether all entries are chosen, where a guard says that there are few of them."""
+    return _count(topk) == sizes(topk.args[0])[-1]
+
+
+def _count(topk: fx.Node) -> sympy.Expr:
+    return expression(topk.args[1].meta["val"] if isinstance(topk.args[1], fx.Node) else topk.args[1])
+
+
+def _scattered(arranger: Arranger, scatter: fx.Node, choice: fx.Node | None) -> fx.Node:
+    """Return the value of a scatter as a function of `CHOSEN`; `choice` is None if all keys are chosen."""
+    graph, value = scatter.graph, scatter.meta["val"]
+    shape = [arranger.sizes.build(size) for size in sizes(scatter)]
+    if None in shape or len(shape) not in (3, 4):
+        raise Mismatch(f"a mask of sizes {sizes(scatter)}")
+    kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    with value.fake_mode:
+        base, written = (
+            call(graph, aten.full.default, shape, number, **kwargs)
+            for number in (number_of(scatter.args[0]), _value(scatter))
+        )
+    if choice is None:
+        return written
+    chosen = call(graph, CHOSEN, choice)
+    if len(shape) == 3:
+        chosen = call(graph, aten.select.int, chosen, 1, 0)
+    return call(graph, aten.where.self, chosen, written, base)
+
+
+class _Choice:
+    """Scores `[B, S, T]` that `topk` chooses by; raises `Mismatch` if they are not understood."""
+
+    def __init__(self, topk: fx.Node, of_data: set[fx.Node]) -> None:
+        self.of_data = of_data
+        self.known: dict[fx.Node, list[fx.Node] | None] = {}
+        self.count = self._constant(_count(topk), sizes(topk.args[0])[-1])
+        path = self._path_to(topk.args[0], MOST_STEPS)
+        if path is None or not any(node.target is aten.relu.default for node in path):
+            raise Mismatch("scores that are no weighted sum of relu(query @ key)")
+        product, *steps = path
+        self.topk, self.scores, self.source = topk, Scores.of(product), product
+        self.by_head: list[Dim] | None = None  # dimensions of the scores before they were summed over heads
+        self.weights: Arranged | None = None
+        self.is_positive = False  # whether the relu is applied
+        for node in steps:
+            self._follow(node)
+            self.source = node
+
+    @staticmethod
+    def _constant(count: sympy.Expr, keys: sympy.Expr) -> int:
+        options = [part for part in count.args if part != keys] if isinstance(count, Min) else [count]
+        if len(options) != 1 or not isinstance(options[0], sympy.Integer):
+            raise Mismatch(f"{count} keys, a number that depends on the call")
+        return int(options[0])
+
+    def _path_to(self, node: fx.Node, steps: int) -> list[fx.Node] | None:
+        """Return the nodes from the product of queries and keys to a node, both included; None if there is none."""
+        if node not in self.known:
+            self.known[node] = None  # until it is known
+            self.known[node] = self._path(node, steps - 1) if steps else None
+        return self.known[node]
+
+    def _path(self, node: fx.Node, steps: int) -> list[fx.Node] | None:
+        operands: Sequence[Any] = ()
+        if node.target in MOVES | CASTS | MASKED_FILLS | {aten.relu.default, aten.sum.dim_IntList}:
+            operands = node.args[:1]
+        elif node.target in SCORE_PRODUCTS | PRODUCTS | SUMS | QUOTIENTS:
+            operands = node.args[-2:] if node.target in SCORE_PRODUCTS else node.args[:2]
+        elif node.target is aten.where.self:
+            operands = node.args[1:3]
+        nodes = [arg for arg in operands if isinstance(arg, fx.Node) and has_tensor(arg)]
+        paths = [path for arg in nodes if (path := self._path_to(arg, steps)) is not None]
+        if node.target in SCORE_PRODUCTS:
+            paths = [path for path in paths if any(step.target is aten.relu.default for step in path)]
+            if not paths:
+                return [node] if all(arg in self.of_data for arg in nodes) else None
+        return [*paths[0], node] if paths else None
+
+    def _follow(self, node: fx.Node) -> None:
+        """Apply the effect of a node whose operand `self.source` is the scores so far."""
+        scores, target = self.scores, node.target
+        if target is aten.relu.default:
+            if scores.is_changed or scores.by or scores.further:
+                raise Mismatch("a relu of scores that are masked, or scaled by several numbers")
+            self.is_positive = True
+        elif target in SCORE_PRODUCTS:
+            self._weighed(node)
+        elif target is aten.sum.dim_IntList:
+            self._summed(node)
+        elif target in PRODUCTS and self.is_positive and (weights := self._weights_of(node)) is not None:
+            if self.weights is not None or scores.is_changed:
+                raise Mismatch("several weights of index scores, or weights of masked ones")
+            self.weights = Arranged.within(weights, scores.dims)
+        else:
+            scores.follow(node, self.source)
+        if scores.scale <= 0 or scores.cap is not None or (self.is_positive and scores.by):
+            raise Mismatch(f"{target} of index scores")
+
+    def _weights_of(self, node: fx.Node) -> fx.Node | None:
+        """Return the other factor of a product if it is a tensor of several numbers."""
+        other = node.args[1] if node.args[0] is self.source else node.args[0]
+        return other if isinstance(other, fx.Node) and has_tensor(other) and number_of(other) is None else None
+
+    def _weighed(self, node: fx.Node) -> None:
+        """Apply a batched product with the weights, which sums over heads."""
+        if self.weights is not None or not self.is_positive or self.scores.is_changed:
+            raise Mismatch("a product of scores that are weighed or masked already")
+        is_left = node.args[-2] is self.source
+        other, dims = Arranged.of(node.args[-1 if is_left else -2]), self.scores.dims
+        if node.target is aten.baddbmm.default:
+            raise Mismatch("something added to index scores")
+        for one, another in zip(dims[:-2], other.dims[:-2], strict=True):
+            unify(one, another)
+        summed, kept = (-1, -2) if is_left else (-2, -1)
+        unify(dims[summed], other.dims[kept])
+        if leaves(other.dims[summed]):
+            raise Mismatch("several index scores of a key")
+        self.by_head, self.weights, ends = dims, other, [dims[kept], other.dims[summed]]
+        self.scores.dims = [*dims[:-2], *(ends if is_left else ends[::-1])]
+
+    def _summed(self, node: fx.Node) -> None:
+        """Apply a sum over heads."""
+        dims, keeps = self.scores.dims, argument(node, 2, "keepdim")
+        if self.scores.is_changed or not self.is_positive:
+            raise Mismatch("a sum of scores that are masked, or may be negative")
+        self.by_head = dims
+        over = {dim % len(dims) for dim in node.args[1] or range(len(dims))}
+        self.scores.dims = [[] if i in over else dim for i, dim in enumerate(dims) if i not in over or keeps]
+
+    def replaced(self, arranger: Arranger, weights: Collection[fx.Node]) -> fx.Node:
+        """Insert the call that makes the choice, `[B, 1, S, count]`."""
+        scores = self.scores
+        key = scores.dims[-1]
+        keys = next((one for one in (scores.left, scores.right) if all(map(one.has, leaves(key)))), scores.right)
+        attention = Attention.over(scores, keys, [], key, scores.dims if self.by_head is None else self.by_head, [])
+        batch, heads, token, last = attention.batch, attention.heads, attention.token, attention.key
+        if [leaf for dim in scores.dims for leaf in leaves(dim)] != [*batch, token, last]:
+            raise Mismatch("a choice for each head, or over other dimensions than sequences, queries and keys")
+        if attention.kv_heads not in ([], heads):
+            raise Mismatch("index keys that several heads share")
+        rewrite = Rewrite(arranger, attention, self.topk, weights)
+        query, scale = rewrite._scaled_query()
+        keys = arranger.arrange(attention.keys, [batch, attention.kv_heads, [last], leaves(scores.depth)])
+        dims = [batch, heads, [token], list[Any]()]
+        if self.weights is None:
+            one = call(arranger.graph, aten.slice.Tensor, query, 3, 0, 1)
+            of_heads = call(arranger.graph, aten.full_like.default, one, 1.0)
+        else:
+            of_heads = arranger.arrange(self.weights, dims)
+        operands = (call(arranger.graph, aten.detach.default, value) for value in (query, of_heads, keys))
+        masking = Masking(rewrite._mask(query.meta["val"].dtype), False, None, 0, scale, 0.0)
+        node = call(arranger.graph, CHOOSE_KEYS_CALL, *operands, *masking, self.count)
+        for new in (node, *node.all_input_nodes):
+            new.meta.setdefault("stack_trace", self.topk.meta.get("stack_trace"))
+        return node

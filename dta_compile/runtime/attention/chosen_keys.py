@@ -1,0 +1,105 @@
+"""Learned sparse attention over chunk and path: choose keys by their index scores, and attend to chosen keys.
+
+A choice is made of depths, which are the numbers of the tokens of a query's sequence, so that it holds for all
+sequences that share the query. It is made, and read, one block of queries at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterator
+
+import torch
+
+from dta_compile.errors import RuntimeContractError
+from dta_compile.ops.chosen_keys import NONE, are_chosen, index_scores, padded_to
+from dta_compile.ops.dense_attention import MOST_PAIRS
+from dta_compile.runtime.attention.interface import Operands
+from dta_compile.runtime.attention.reference import Reference, keys_above
+from dta_compile.runtime.path.chunk_shape import Limit
+from dta_compile.runtime.path.interface import LayerInputs, Tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class ChoiceRuntime:
+    """Runtime of a layer that chooses keys.
+
+    Attributes:
+        limit: the keys to choose from.
+        width: tokens of a row of the batch.
+        from_first: every sequence begins at the first token of a row. Then `topk` is called on the rows that it is
+            called on in eager mode, which decides between equal scores. Otherwise these are refused.
+        where: the user's source line.
+    """
+
+    limit: Limit | None
+    width: int
+    from_first: bool
+    where: str
+
+    replayable = False
+
+    @property
+    def key(self) -> Hashable:
+        """See `LayerRuntime.key`."""
+        return self.limit, self.width
+
+    def forward(self, x: LayerInputs) -> Tensors:
+        """Return the depths of the keys chosen for each query, `[1, 1, c, count]`."""
+        (query, weights, key), (above,), (scale, count) = x.operands, x.above, x.constants
+        table, keys = x.table(), torch.cat([above, key], 2)
+        depths = torch.cat([torch.arange(above.shape[2], device=key.device), table.depths.long()])
+        parts = []
+        for queries in blocks(query.shape[1], query.shape[2], keys.shape[2]):
+            may_read = keys_above(table, above.shape[2], self.limit, queries)
+            scores = index_scores(query[:, :, queries], weights[:, :, queries], keys, scale)[0]
+            # One more column takes the scores of keys that are not read, whatever they are.
+            row = scores.new_full((len(scores), self.width + 1), float("-inf"))
+            row = row.scatter_(1, torch.where(may_read, depths, self.width), scores)[:, : self.width]
+            best, choice = row.topk(min(count, self.width))
+            own = table.depths[queries, None]
+            is_read = choice <= own if self.limit is None else (choice <= own) & (choice >= self.limit.first(own))
+            choice = choice.masked_fill(~is_read, NONE)
+            if not self.from_first:
+                self._refuse_ties(row, best, choice)
+            parts.append(padded_to(count, choice))
+        return (torch.cat(parts)[None, None],)
+
+    def backward(self, grad: torch.Tensor, results: Tensors, x: LayerInputs, above_grads: Tensors) -> Tensors:
+        """A choice has no gradient."""
+        raise AssertionError("a choice of keys has no backward")
+
+    def _refuse_ties(self, row: torch.Tensor, best: torch.Tensor, choice: torch.Tensor) -> None:
+        """Raise if keys that are chosen, and others that are not, have the same score."""
+        last = best[:, -1:]
+        is_tied = ((row == last).sum(1) > (best == last).sum(1)) & (choice[:, -1] != NONE)
+        if bool(is_tied.any()):
+            query = int(is_tied.nonzero()[0, 0])
+            raise RuntimeContractError(
+                "a learned index chooses some of several keys with the same score, and torch does not say which",
+                where=self.where,
+                expected="different scores, or sequences that begin at the first token of a row",
+                got=f"{int((row[query] == last[query]).sum())} keys of score {float(last[query]):g}",
+                hint="pass one sequence per row, padded on the right",
+            )
+
+
+class ChosenKeys(Reference):
+    """Attention provider for queries that read chosen keys alone."""
+
+    replayable = False
+
+    def _blocks(self, x: Operands) -> Iterator[tuple[slice, torch.Tensor]]:
+        assert x.choice is not None
+        table, prefix, tokens = x.table(), x.prefix_key.shape[2], x.key.shape[2]
+        depths = torch.cat([torch.arange(prefix, device=x.key.device), table.depths.long()])
+        for queries in blocks(x.query.shape[1], tokens, prefix + tokens):
+            chosen = are_chosen(x.choice[0, 0, queries], x.chunk.height).index_select(1, depths)
+            yield queries, keys_above(table, prefix, x.limit, queries) & chosen
+
+
+def blocks(heads: int, queries: int, keys: int) -> Iterator[slice]:
+    """Yield blocks of queries with about `MOST_PAIRS` scores each."""
+    rows = max(1, MOST_PAIRS // max(heads * keys, 1))
+    for first in range(0, queries, rows):
+        yield slice(first, min(first + rows, queries))

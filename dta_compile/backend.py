@@ -112,7 +112,9 @@ def dta(
         record.log_once(f"{DENSE_LAYER}: {executable.dense_layer}", logging.WARNING)
     record.engines.append(engine)
     run = records.recorded(engine)
-    return keeping(graph.local.calling(run) if graph.local else run, reads_all=False)
+    for cut in (graph.encoded, graph.local):
+        run = cut.calling(run) if cut else run
+    return keeping(run, reads_all=False)
 
 
 def _refusal_by(call: fx.Node) -> RefusalError:
@@ -135,7 +137,9 @@ def _compiled(graph: Captured, options: Options) -> tuple[Executable, fx.GraphMo
     program: Program | None = None
     try:
         with _autograd_of_our_own():
-            captured = graph.local.module if graph.local else graph.module
+            captured = graph.module
+            for cut in (graph.local, graph.encoded):
+                captured = cut.module if cut else captured
             refuse_final_states(captured)
             module = with_our_convolutions(with_our_attention(without_flex_attention(captured)))
             program = Program(module, graph.training, options.codegen, graph.own_symbols)

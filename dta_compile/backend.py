@@ -111,10 +111,10 @@ def dta(
     if executable.dense_layer is not None:
         record.log_once(f"{DENSE_LAYER}: {executable.dense_layer}", logging.WARNING)
     record.engines.append(engine)
-    run = records.recorded(engine)
-    for cut in (graph.encoded, graph.local):
-        run = cut.calling(run) if cut else run
-    return keeping(run, reads_all=False)
+    run: Compiled = records.recorded(engine)
+    if graph.encoded:
+        run = graph.encoded.calling(run, engine.note)
+    return keeping(graph.local.calling(run) if graph.local else run, reads_all=False)
 
 
 def _refusal_by(call: fx.Node) -> RefusalError:

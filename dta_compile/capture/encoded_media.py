@@ -32,7 +32,7 @@ from dta_compile.capture.dynamo import is_data
 from dta_compile.errors import RefusalError
 from dta_compile.integrations.layer_groups import gather_all
 from dta_compile.ops.feature_tables import TABLE_ROWS
-from dta_compile.passes.program import ancestors, where
+from dta_compile.passes.program import ancestors, where, writes_to
 from dta_compile.passes.symbols import symbol_sources, symbolic
 from dta_compile.runtime.encoders import encode_distinct
 
@@ -74,18 +74,25 @@ class EncodedMedia:
     inputs: Sequence[int]
     media: Sequence[int]
 
-    def calling(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-        """Wrap a callable of the remaining graph as one over the inputs of the captured graph."""
-        looked = False
+    def calling(self, run: Callable[..., Sequence[Any]], note: Callable[[str], None]) -> Callable[..., Sequence[Any]]:
+        """Wrap a callable of the remaining graph as one over the inputs of the captured graph.
+
+        Args:
+            note: is given a sentence on what was encoded, after each call.
+        """
+        has_looked = False
 
         def run_encoded(*args: Any) -> Sequence[Any]:
-            nonlocal looked
+            nonlocal has_looked
             gather_all()
             values = [args[number] for number in self.inputs]
             encode, works_for = functools.partial(self._encode, values), functools.partial(self._works_for, values)
-            features = encode_distinct(encode, [values[i] for i in self.media], not looked, works_for)
-            looked = looked or features.encoded < features.media
-            return run(*args, *(value for pair in zip(features.tables, features.rows, strict=True) for value in pair))
+            features = encode_distinct(encode, [values[i] for i in self.media], not has_looked, works_for)
+            has_looked = has_looked or features.is_proof
+            pairs = zip(features.tables, features.rows, strict=True)
+            results = run(*args, *(value for pair in pairs for value in pair))
+            note(f"{features.media} images (or other media), {features.distinct} different, {features.encoded} encoded")
+            return results
 
         return run_encoded
 
@@ -159,7 +166,8 @@ def _candidates(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     elif name in SUMS and len(args) == 2:
         for selected, features in (args, args[::-1]):
             if isinstance(selected, fx.Node) and selected.target is operator.getitem and isinstance(features, fx.Node):
-                if (mask := _mask_of_index(selected.args[1])) is not None:
+                mask = _mask_of_index(selected.args[1])
+                if mask is not None:
                     yield features, mask
 
 
@@ -190,8 +198,10 @@ class _Cut:
         copies: dict[fx.Node, fx.Node] = {}
         inputs: list[int] = []
         placeholders = list(self.module.graph.find_nodes(op="placeholder"))
+        while writes := {node for node in self.module.graph.nodes if writes_to(node) in needed and node not in needed}:
+            needed |= ancestors(list(writes))
         for node in self.module.graph.nodes:
-            # Calls without a result switch modes of autograd and autocast; writes in place change what is read later.
+            # Calls without arguments switch modes of autograd and autocast.
             if node in needed or (node.op == "call_function" and not node.all_input_nodes and node.is_impure()):
                 copies[node] = graph.node_copy(node, copies.__getitem__)
                 if node.op == "placeholder":
@@ -261,7 +271,9 @@ class _Cut:
     def _tokens(self, graph: fx.Graph, insertion: _Insertion, mask: fx.Node) -> fx.Node:
         """Return the mask `[B, S]` of a mask over entries `[B, S, D]` that is the same for all entries of a token."""
         value = insertion.mask.meta["example_value"]
-        if value.dim() == insertion.node.meta["example_value"].dim() and (value.stride()[-1] == 0 or value.shape[-1] == 1):
+        if value.dim() == insertion.node.meta["example_value"].dim() and (
+            value.stride()[-1] == 0 or value.shape[-1] == 1
+        ):
             return graph.call_function(operator.getitem, (mask, (..., 0)))
         raise RefusalError(
             "features are put at entries, and it is not proven that these are whole tokens",

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from dta_compile.errors import RefusalError
-from dta_compile.integrations.layer_groups import gather_all
 
 __all__ = ["Encoder", "Features", "distinct", "encode_distinct"]
 
-logger = logging.getLogger("dta_compile")
+ROUNDING = 1000  # times the precision of the dtype, relative to the largest feature: sums in another order
 
 
 class Encoder(Protocol):
@@ -22,17 +22,23 @@ class Encoder(Protocol):
     def __call__(self, *media: torch.Tensor) -> Sequence[torch.Tensor]: ...
 
 
+@dataclasses.dataclass(frozen=True)
 class Features:
     """Tables of features, and the row of each feature of the batch.
 
     Attributes:
-        tables: per feature tensor, the features `[rows, D]` of the distinct media.
+        tables: per feature tensor, the features `[rows, D]` of the media that were encoded.
         rows: per feature tensor, `[N]` the row of each of the batch's features.
-        media, encoded: numbers of media in the batch, and of those that were encoded.
+        media, distinct, encoded: number of media in the batch, of different ones, and of those that were encoded.
+        is_proof: different media were compared with themselves alone.
     """
 
-    def __init__(self, tables: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], media: int, encoded: int) -> None:
-        self.tables, self.rows, self.media, self.encoded = tables, rows, media, encoded
+    tables: Sequence[torch.Tensor]
+    rows: Sequence[torch.Tensor]
+    media: int
+    distinct: int
+    encoded: int
+    is_proof: bool = False
 
 
 def distinct(media: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
@@ -81,8 +87,8 @@ def encode_distinct(
 
     Args:
         media: tensors `[n, ...]` of the batch. If their first sizes differ, the batch is one medium.
-        look: compare the features with those of the whole batch.
-        works_for: whether the encoder takes so many media; if not, all are encoded, and equal ones have one's features.
+        look: compare the features with those of the whole batch, and of a medium alone.
+        works_for: whether the encoder takes so many media; if not, the first medium is encoded several times.
 
     Raises:
         RefusalError: features of a medium depend on the other media of the batch.
@@ -90,18 +96,33 @@ def encode_distinct(
     count = len(media[0])
     if count == 0 or any(len(value) != count for value in media):
         tables = [_as_rows(value) for value in encoder(*media)]
-        return Features(tables, [_range(table, len(table)) for table in tables], 1, 1)
+        return Features(tables, [_range(table, len(table)) for table in tables], 1, 1, 1, True)
     first, kinds = distinct(media)
-    if len(first) == count or not works_for(len(first)):
-        first, kinds = list(range(count)), [first[kind] for kind in kinds]
-    else:
-        chosen = torch.tensor(first, device=media[0].device)
-        alone = [value.index_select(0, chosen) for value in media]
-    tables = [_as_rows(value) for value in encoder(*(media if len(first) == count else alone))]
-    rows = [_rows(table, kinds, len(first)) for table in tables]
-    if look and len(set(kinds)) < count:
-        _require_independence(encoder, media, tables, rows)
-    return Features(tables, rows, count, len(first))
+    different = len(first)
+    encoded = next((k for k in range(different, count) if works_for(k)), count)
+    if encoded == count:
+        kinds, first = [first[kind] for kind in kinds], list(range(count))
+    tables = _tables(encoder, media, [*first, *first[:1] * (encoded - len(first))])
+    alone = next((k for k in range(1, count + 1) if works_for(k)), 0)  # of one medium
+    for sample in ([*range(count)] if encoded < count else [], [0] * alone) if look else ():
+        if sample:
+            rows = [_rows(table, [kinds[i] for i in sample], encoded) for table in tables]
+            _require_equal(_tables(encoder, media, sample, torch.no_grad()), tables, rows)
+    rows = [_rows(table, kinds, encoded) for table in tables]
+    return Features(tables, rows, count, different, encoded, look and alone > 0 and different > 1)
+
+
+def _tables(
+    encoder: Encoder,
+    media: Sequence[torch.Tensor],
+    chosen: Sequence[int],
+    mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008 - has no state
+) -> list[torch.Tensor]:
+    """Encode the chosen media."""
+    index = torch.tensor(chosen, device=media[0].device)
+    is_whole = list(chosen) == list(range(len(media[0])))
+    with mode:
+        return [_as_rows(v) for v in encoder(*(media if is_whole else [v.index_select(0, index) for v in media]))]
 
 
 def _as_rows(features: torch.Tensor) -> torch.Tensor:
@@ -120,19 +141,18 @@ def _rows(table: torch.Tensor, kinds: Sequence[int], encoded: int) -> torch.Tens
     return (start[:, None] + _range(table, each)).flatten()
 
 
-def _require_independence(
-    encoder: Encoder, media: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]
+def _require_equal(
+    features: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]
 ) -> None:
-    """Raise RefusalError unless the features of the whole batch are those of its distinct media, up to rounding."""
-    with torch.no_grad():
-        for whole, table, row in zip(map(_as_rows, encoder(*media)), tables, rows, strict=True):
-            if len(whole) != len(row):
-                raise _dependence(f"{len(whole)} features of all media, {len(row)} of each alone")
-            alone = table.detach()[row]
-            error = (whole - alone).abs().max() if whole.numel() else torch.zeros(())
-            largest = torch.cat([whole.abs().flatten(), torch.ones(1, device=whole.device, dtype=whole.dtype)]).max()
-            if not error <= 1000 * torch.finfo(whole.dtype).eps * largest and bool(whole.isfinite().all()):
-                raise _dependence(f"features that differ by {float(error):.2g}")
+    """Raise RefusalError unless features are these rows of the tables, up to rounding."""
+    for found, table, row in zip(features, tables, rows, strict=True):
+        if len(found) != len(row):
+            raise _dependence(f"{len(found)} features instead of {len(row)}")
+        known = table.detach()[row]
+        largest = float(known.abs().nan_to_num(0, 0).amax()) if known.numel() else 0.0
+        tolerance = ROUNDING * torch.finfo(found.dtype).eps * max(1.0, largest)
+        if not torch.allclose(found, known, 0.0, tolerance, equal_nan=True):
+            raise _dependence(f"features that differ by {float((found - known).abs().max()):.2g}")
 
 
 def _dependence(got: str) -> RefusalError:

@@ -34,8 +34,8 @@ from dta_compile.executable.executable import (
     Written,
 )
 from dta_compile.ops.collectives import COLLECTIVES
-from dta_compile.ops.library import is_random
 from dta_compile.ops.feature_tables import TABLE_ROWS
+from dta_compile.ops.library import is_random
 from dta_compile.passes.axes.layouts import is_tensor
 from dta_compile.passes.chunk.chunk_graph import chunk_device
 from dta_compile.passes.cuts.other_batches import programs_of

@@ -33,7 +33,7 @@ from dta_compile.errors import RefusalError
 from dta_compile.integrations.layer_groups import gather_all
 from dta_compile.ops.feature_tables import TABLE_ROWS
 from dta_compile.passes.program import ancestors, where, writes_to
-from dta_compile.passes.symbols import symbol_sources, symbolic
+from dta_compile.passes.symbols import hint, symbol_sources, symbolic
 from dta_compile.runtime.encoders import encode_distinct
 
 # Rows of a table in the trace. Nothing in the remaining graph depends on the number: gradients of an embedding are
@@ -149,8 +149,18 @@ def _insertions(graph: fx.Graph) -> Iterator[_Insertion]:
         own = {node} if node.op == "placeholder" and is_data(node) else set()
         media[node] = frozenset(own.union(*(media[arg] for arg in node.all_input_nodes)))
         for features, mask in _candidates(node):
-            if media[features] and media[features].isdisjoint(media[mask]) and media[mask]:
+            is_of_media = media[features] and media[features].isdisjoint(media[mask])
+            if is_of_media and media[mask] and _has_width_of(features, node.args[0]):
                 yield _Insertion(node, features, mask)
+
+
+def _has_width_of(features: fx.Node, tokens: fx.Node) -> bool:
+    """Return whether features are vectors `[N, D]` or `[images, N / images, D]` as wide as the tokens `[..., D]`."""
+    value, other = features.meta.get("example_value"), tokens.meta.get("example_value")
+    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor) or value.dim() < 2:
+        return False
+    is_as_wide = hint(value.shape[-1]) == hint(other.shape[-1]) and bool(value.shape[-1] == other.shape[-1])
+    return value.is_floating_point() and is_as_wide
 
 
 def _candidates(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:

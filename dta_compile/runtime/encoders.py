@@ -13,6 +13,8 @@ from dta_compile.errors import RefusalError
 
 __all__ = ["Encoder", "Features", "distinct", "encode_distinct"]
 
+MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # 2**64 over the golden ratio, as a signed number
+BLOCK = 64  # media that are hashed or compared at a time
 ROUNDING = 1000  # times the precision of the dtype, relative to the largest feature: sums in another order
 
 
@@ -49,16 +51,20 @@ def distinct(media: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
     Returns:
         The first medium of each kind, and `n` the position among those of every medium.
     """
-    by_hash: dict[tuple[int, ...], list[int]] = {}
+    words = [_words(value) for value in media]
+    kind_of: dict[tuple[int, ...], int] = {}
     first: list[int] = []
     kinds: list[int] = []
-    for i, key in enumerate(zip(*map(_hashes, media), strict=True)):
-        same = (k for k in by_hash.setdefault(key, []) if all(_equal_bits(t[first[k]], t[i]) for t in media))
-        kind = next(same, len(first))
+    for i, key in enumerate(zip(*map(_hashes, words), strict=True)):
+        kind = kind_of.setdefault(key, len(first))
         if kind == len(first):
             first.append(i)
-            by_hash[key].append(kind)
         kinds.append(kind)
+    leaders = torch.tensor(first)[torch.tensor(kinds)].to(media[0].device)
+    for begin in range(0, len(kinds), BLOCK):
+        block = slice(begin, begin + BLOCK)
+        if not all(torch.equal(value[block], value.index_select(0, leaders[block])) for value in words):
+            return list(range(len(kinds))), list(range(len(kinds)))  # equal hashes of different media: share nothing
     return first, kinds
 
 
@@ -68,16 +74,12 @@ def _words(value: torch.Tensor) -> torch.Tensor:
     return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
 
 
-def _hashes(value: torch.Tensor) -> list[int]:
-    words = _words(value)
-    # Multiplication by odd numbers modulo 2**64 that depend on the position.
-    factors = torch.arange(words.shape[1], device=words.device, dtype=torch.int64) * 0x9E3779B97F4A7C15 % 2**63 | 1
-    hashes: list[int] = torch.stack([(row.to(torch.int64) * factors).sum() for row in words]).tolist()
-    return hashes
-
-
-def _equal_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(_words(left[None]), _words(right[None]))
+def _hashes(words: torch.Tensor) -> list[int]:
+    # Products modulo 2**64 with odd numbers that depend on the position.
+    factors = torch.arange(words.shape[1], device=words.device, dtype=torch.int64) * MULTIPLIER | 1
+    hashes = [(block.to(torch.int64) * factors).sum(1) for block in words.split(BLOCK)]
+    numbers: list[int] = torch.cat(hashes).tolist()
+    return numbers
 
 
 def encode_distinct(
@@ -86,7 +88,8 @@ def encode_distinct(
     """Encode each distinct medium once.
 
     Args:
-        media: tensors `[n, ...]` of the batch. If their first sizes differ, the batch is one medium.
+        media: tensors `[n, ...]` of the batch. If their first sizes differ, or one requires a gradient (which equal
+            media have of their own), the batch is one medium.
         look: compare the features with those of the whole batch, and of a medium alone.
         works_for: whether the encoder takes so many media; if not, the first medium is encoded several times.
 
@@ -94,7 +97,7 @@ def encode_distinct(
         RefusalError: features of a medium depend on the other media of the batch.
     """
     count = len(media[0])
-    if count == 0 or any(len(value) != count for value in media):
+    if count == 0 or any(len(value) != count or value.requires_grad for value in media):
         tables = [_as_rows(value) for value in encoder(*media)]
         return Features(tables, [_range(table, len(table)) for table in tables], 1, 1, 1, True)
     first, kinds = distinct(media)

@@ -11,6 +11,7 @@ from torch import nn
 
 import dta_compile
 from dta_compile.errors import RefusalError, RuntimeContractError
+from dta_compile.runtime import encoders
 from tests.support.tiny import BareLM, after, assert_same, weighted
 
 IMAGE, PATCHES, SIZE, KINDS = 30, 2, 4, 3  # id of placeholders, tokens of an image, its height and width, images drawn
@@ -164,3 +165,30 @@ def test_masks_over_entries_are_refused():
 
     with pytest.raises(RefusalError, match="not proven that these are whole tokens"):
         torch.compile(Entries(), backend="dta")(*rows_of([[1, "a", 2], [1, "a", 3]]))
+
+
+def test_features_with_gradients_of_their_own_are_not_merged():
+    """Equal features that the caller made are different tensors: each gets its own gradient."""
+
+    class Given(Reader):
+        def encode(self, features):
+            return features
+
+    model, tower = Given(), Reader().tower
+    compiled = torch.compile(model, backend="dta")
+    ids, pixels = rows_of([[1, "a", 2, "a", 3], [1, "a", 2, "b", 4]])
+
+    def of(function):
+        features = tower(pixels)
+        features.retain_grad()
+        return run(lambda: function(ids, features), model), features.grad
+
+    assert_same(of(compiled), of(model))
+
+
+def test_media_of_equal_hash_are_compared(monkeypatch):
+    monkeypatch.setattr(encoders, "_hashes", lambda words: [0] * len(words))
+    pixels = torch.tensor([[1.0, 2.0], [1.0, 2.0], [1.0, 3.0]])
+    assert encoders.distinct([pixels]) == ([0, 1, 2], [0, 1, 2])
+    monkeypatch.undo()
+    assert encoders.distinct([pixels]) == ([0, 2], [0, 0, 1])

@@ -111,7 +111,9 @@ def dta(
     if executable.dense_layer is not None:
         record.log_once(f"{DENSE_LAYER}: {executable.dense_layer}", logging.WARNING)
     record.engines.append(engine)
-    run = records.recorded(engine)
+    run: Compiled = records.recorded(engine)
+    if graph.encoded:
+        run = graph.encoded.calling(run, engine.note)
     return keeping(graph.local.calling(run) if graph.local else run, reads_all=False)
 
 
@@ -135,7 +137,9 @@ def _compiled(graph: Captured, options: Options) -> tuple[Executable, fx.GraphMo
     program: Program | None = None
     try:
         with _autograd_of_our_own():
-            captured = graph.local.module if graph.local else graph.module
+            captured = graph.module
+            for cut in (graph.local, graph.encoded):
+                captured = cut.module if cut else captured
             refuse_final_states(captured)
             module = with_our_convolutions(with_our_attention(without_flex_attention(captured)))
             program = Program(module, graph.training, options.codegen, graph.own_symbols)

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from dta_compile.capture import dynamo
+from dta_compile.capture.encoded_media import EncodedMedia, without_encoders
 from dta_compile.capture.flash_attention import IN_GRAPH
 from dta_compile.capture.recurrences import hands_over_states
 from dta_compile.capture.tensor_parallel import LocalGraph, on_own_tensors
@@ -57,6 +58,7 @@ class Captured:
         own_symbols: every size has a symbol of its own, also where sizes are equal (no duck shaping).
         graph_break: reason and line of the graph break that ends it; None without a break.
         local: this rank's graph, if parameters are DTensors (tensor parallelism).
+        encoded: the graph (of `local`, if there is one) without the encoders of images and other media.
         note: a line to log for a graph that runs as captured.
         refusal: the error of a refused graph; with written-out attention, the error to raise if the passes find none.
     """
@@ -68,6 +70,7 @@ class Captured:
     own_symbols: bool
     graph_break: str | None
     local: LocalGraph | None = None
+    encoded: EncodedMedia | None = None
     note: str | None = None
     refusal: RefusalError | None = None
 
@@ -104,10 +107,11 @@ def _for_the_tree(graph: Captured) -> Captured:
         return dataclasses.replace(graph, kind=Kind.PLAIN, note=GENERATION)
     try:
         local = on_own_tensors(graph.module)
+        encoded = without_encoders(local.module if local else graph.module)
     except RefusalError as refusal:
         return dataclasses.replace(graph, kind=Kind.REFUSED, refusal=refusal)
-    dynamo.unify_equal_sizes(graph.module.graph)
-    return dataclasses.replace(graph, local=local)
+    dynamo.unify_equal_sizes(encoded.module.graph if encoded else graph.module.graph)
+    return dataclasses.replace(graph, local=local, encoded=encoded)
 
 
 def _selects_in_vain(graph: Captured) -> bool:

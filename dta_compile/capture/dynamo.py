@@ -80,7 +80,7 @@ def trace_again_with_symbolic_sizes(graph: fx.Graph) -> None:
     dimensions (features), unless the last two are equal (a bias over pairs of tokens). Sizes 0 and 1 stay specialised,
     as everywhere in torch.
     """
-    data = [node for node in graph.nodes if node.op == "placeholder" and _is_data(node)]
+    data = [node for node in graph.nodes if node.op == "placeholder" and is_data(node)]
     marked = [_mark(node.meta["grapharg"].example, node.meta["example_value"]) for node in data]
     if any(marked):
         raise _TraceAgain("dta: trace with symbolic sizes")
@@ -438,7 +438,7 @@ def unify_equal_sizes(graph: fx.Graph) -> None:
     """
     known: dict[int, list[Any]] = {0: [], 1: []}  # distinct sizes by dimension; several if there are several batches
     for node in graph.nodes:
-        if node.op != "placeholder" or not _is_data(node):
+        if node.op != "placeholder" or not is_data(node) or not node.users:
             continue
         value = node.meta["example_value"]
         for dim, size in enumerate(value.shape[:2]):
@@ -450,7 +450,7 @@ def unify_equal_sizes(graph: fx.Graph) -> None:
                     bool(same == size)  # adds a guard: a call where they differ is traced anew
 
 
-def _is_data(node: fx.Node) -> bool:
+def is_data(node: fx.Node) -> bool:
     """Return whether a node is a tensor input but no parameter, buffer or other weight."""
     value, grapharg = node.meta.get("example_value"), node.meta.get("grapharg")
     if not isinstance(value, torch.Tensor) or grapharg is None or isinstance(value, torch.nn.Parameter):

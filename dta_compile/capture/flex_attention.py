@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.program import ancestors, output_node, where
+from dta_compile.passes.program import ancestors, output_node, where, writes_to
 
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 MASK_MOD = -1  # its index in the tuple of a block mask
@@ -94,20 +94,13 @@ def _repeated(operand: torch.Tensor, batch: Any, heads: int) -> torch.Tensor:
 def _eliminate_dead_code(graph: fx.Graph) -> None:
     """Erase unused nodes, including in-place writes to unused values and the levels of a `vmap` without used nodes."""
     needed = ancestors([output_node(graph)])
-    while more := {node for node in graph.nodes if _writes_to(node) in needed and node not in needed}:
+    while more := {node for node in graph.nodes if writes_to(node) in needed and node not in needed}:
         needed |= ancestors(list(more))
     maps = any(_is_of_vmap(node) for node in needed)
     for node in reversed(list(graph.nodes)):
-        is_droppable = not node.is_impure() or (_is_of_vmap(node) and not maps) or _writes_to(node) is not None
+        is_droppable = not node.is_impure() or (_is_of_vmap(node) and not maps) or writes_to(node) is not None
         if node not in needed and node.op in ("call_function", "call_method", "get_attr") and is_droppable:
             graph.erase_node(node)
-
-
-def _writes_to(node: fx.Node) -> fx.Node | None:
-    """Return the node that an in-place operator writes to; None for other operators."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    is_written = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
-    return node.args[0] if is_written and node.args and isinstance(node.args[0], fx.Node) else None
 
 
 def _is_of_vmap(node: fx.Node) -> bool:

@@ -204,6 +204,13 @@ def writes_in_place(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and _is_mutable(node.target)
 
 
+def writes_to(node: fx.Node) -> fx.Node | None:
+    """Return the node that a call of a captured graph writes to in place; None for other calls."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_written = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+    return node.args[0] if is_written and node.args and isinstance(node.args[0], fx.Node) else None
+
+
 @functools.cache
 def _is_mutable(operator: torch._ops.OpOverload) -> bool:
     """Return whether a schema is mutable; cached, since asking schemas is slow."""

@@ -275,6 +275,11 @@ class Engine:
         self.timed.append((plan, stopwatch, device))
         self.collect_times()
 
+    def note(self, sentence: str) -> None:
+        """Add a note to the plan of the last call."""
+        if self.last_plan is not None:
+            self.last_plan.estimates.notes.append(sentence)
+
     def _note_plan(self, plan: Plan) -> None:
         self.last_plan = plan
 

@@ -34,6 +34,7 @@ from dta_compile.executable.executable import (
     Written,
 )
 from dta_compile.ops.collectives import COLLECTIVES
+from dta_compile.ops.feature_tables import TABLE_ROWS
 from dta_compile.ops.library import is_random
 from dta_compile.passes.axes.layouts import is_tensor
 from dta_compile.passes.chunk.chunk_graph import chunk_device
@@ -112,7 +113,7 @@ def _indexed_by(program: Program) -> dict[fx.Node, tuple[int, str, str]]:
     for node in program.region:
         packet: Any = getattr(node.target, "overloadpacket", None)
         at = POSITIONS_OF_INDEX.get(packet)
-        if at is not None:
+        if at is not None and node.args[at].target is not TABLE_ROWS:  # whose rows are in bounds
             dim = node.args[1] if at == 2 else 0
             size, index = node.args[0].meta["val"].shape[dim], node.args[at]
             if isinstance(size, int) and size <= indexes.get(index, (size,))[0]:

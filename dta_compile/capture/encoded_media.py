@@ -1,0 +1,294 @@
+"""Cut the encoders of images and other media out of a captured graph, so that each distinct image is encoded once.
+
+A multimodal model encodes pixels by a tower of its own and puts the features at placeholder tokens, the k-th feature at
+the k-th placeholder of the batch: `masked_scatter(x, mask, features)`, `x[mask] = features`, or `x[mask] + features`.
+Here the features become a table with a row per *distinct* feature, which the rest of the graph reads as it reads the
+table of an embedding:
+
+    features [N, D] of all images        table [R, D] of distinct images, and rows [N] of the features in it
+    masked_scatter(x, mask, features)    where(mask, embedding(dta::table_rows(mask, rows), table), x)
+
+The encoder runs before the tree under ordinary autograd. The table is a computed weight of the remaining graph, so its
+gradient is summed over tokens in float32 and handed to the encoder once; the row number is an integer of the token, so
+it belongs to the prefix key: tokens of equal images share, those of different images fork.
+
+`classify` calls this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from dta_compile.capture.dynamo import is_data
+from dta_compile.errors import RefusalError
+from dta_compile.integrations.layer_groups import gather_all
+from dta_compile.ops.feature_tables import TABLE_ROWS
+from dta_compile.passes.program import ancestors, where, writes_to
+from dta_compile.passes.symbols import hint, symbol_sources, symbolic
+from dta_compile.runtime.encoders import encode_distinct
+
+# Rows of a table in the trace. Nothing in the remaining graph depends on the number: gradients of an embedding are
+# added to the rows of an accumulator, which has the table's size at run time.
+TRACED_ROWS = 4099
+SCATTERS = ("masked_scatter", "masked_scatter_")
+PUTS = ("index_put", "index_put_")
+SUMS = ("add", "add_", "iadd", "__add__", "__iadd__")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Insertion:
+    """Node that puts features at the tokens of a mask.
+
+    Attributes:
+        features: the argument that has the features `[N, D]`, or `[images, N / images, D]`.
+        mask: `[B, S]` or, for `masked_scatter`, over the entries `[B, S, D]` of the tokens.
+    """
+
+    node: fx.Node
+    features: fx.Node
+    mask: fx.Node
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedMedia:
+    """Captured graph that is cut in two: encoders, and what reads their features.
+
+    Attributes:
+        module: the remaining graph; its inputs are those of the captured graph, then a table and its rows for each
+            feature tensor.
+        encoder: the graph of the feature tensors, over the `inputs` of the captured graph with these numbers.
+        media: positions among `inputs` of the tensors that are encoded: data, and no weights or buffers.
+    """
+
+    module: fx.GraphModule
+    encoder: fx.GraphModule
+    inputs: Sequence[int]
+    media: Sequence[int]
+
+    def calling(self, run: Callable[..., Sequence[Any]], note: Callable[[str], None]) -> Callable[..., Sequence[Any]]:
+        """Wrap a callable of the remaining graph as one over the inputs of the captured graph.
+
+        Args:
+            note: is given a sentence on what was encoded, after each call.
+        """
+        has_looked = False
+
+        def run_encoded(*args: Any) -> Sequence[Any]:
+            nonlocal has_looked
+            gather_all()
+            values = [args[number] for number in self.inputs]
+            encode, works_for = functools.partial(self._encode, values), functools.partial(self._works_for, values)
+            features = encode_distinct(encode, [values[i] for i in self.media], not has_looked, works_for)
+            has_looked = has_looked or features.is_proof
+            pairs = zip(features.tables, features.rows, strict=True)
+            results = run(*args, *(value for pair in pairs for value in pair))
+            note(f"{features.media} images (or other media), {features.distinct} different, {features.encoded} encoded")
+            return results
+
+        return run_encoded
+
+    @functools.cached_property
+    def _traced(self) -> list[Any]:
+        return [node.meta["example_value"] for node in self.encoder.graph.find_nodes(op="placeholder")]
+
+    def _encode(self, values: Sequence[Any], *media: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Run the encoder on other media than those of the call, and so with other sizes."""
+        own = dict(zip(self.media, media, strict=True))
+        inputs = [own.get(i, value) for i, value in enumerate(values)]
+        sizes = self._sizes(media)
+        for i, traced in enumerate(self._traced):
+            if (expr := symbolic(traced)) is not None and expr.free_symbols <= sizes.keys():
+                inputs[i] = int(expr.subs(sizes))
+        features: Sequence[torch.Tensor] = self.encoder(*inputs)
+        return features
+
+    def _sizes(self, media: Sequence[torch.Tensor]) -> dict[sympy.Symbol, int]:
+        sources = symbol_sources([self._traced[i] for i in self.media])
+        return {symbol: media[i].shape[dim] for symbol, (i, dim) in sources.items() if dim is not None}
+
+    def _works_for(self, values: Sequence[Any], count: int) -> bool:
+        """Return whether the trace holds for so many media."""
+        sizes = self._sizes([values[i][:1].expand(count, *values[i].shape[1:]) for i in self.media])
+        env = next((size.node.shape_env for value in self._traced for size in _symbolic_sizes(value)), None)
+        if env is None:
+            return all(len(values[i]) == count for i in self.media)
+        guards = [env.replace(guard.expr) for guard in env.guards]
+        known = [guard for guard in guards if guard.free_symbols and guard.free_symbols <= sizes.keys()]
+        least = all(size >= env.var_to_range[symbol].lower for symbol, size in sizes.items())
+        return least and all(bool(guard.subs(sizes)) for guard in known)
+
+
+def _symbolic_sizes(value: Any) -> list[torch.SymInt]:
+    shape = value.shape if isinstance(value, torch.Tensor) else [value]
+    return [size for size in shape if isinstance(size, torch.SymInt)]
+
+
+def without_encoders(module: fx.GraphModule) -> EncodedMedia | None:
+    """Cut the encoders out of a captured graph; return None if it has none.
+
+    Raises:
+        RefusalError: features are put at entries instead of at whole tokens.
+    """
+    insertions = list(_insertions(module.graph))
+    return _Cut(module, insertions).run() if insertions else None
+
+
+def _insertions(graph: fx.Graph) -> Iterator[_Insertion]:
+    """Yield the nodes that put features at placeholder tokens which are not computed from the media."""
+    media: dict[fx.Node, frozenset[fx.Node]] = {}  # the data that a value depends on
+    for node in graph.nodes:
+        own = {node} if node.op == "placeholder" and is_data(node) else set()
+        media[node] = frozenset(own.union(*(media[arg] for arg in node.all_input_nodes)))
+        for features, mask in _candidates(node):
+            is_of_media = media[features] and media[features].isdisjoint(media[mask])
+            if is_of_media and media[mask] and _has_width_of(features, node.args[0]):
+                yield _Insertion(node, features, mask)
+
+
+def _has_width_of(features: fx.Node, tokens: fx.Node) -> bool:
+    """Return whether features are vectors `[N, D]` or `[images, N / images, D]` as wide as the tokens `[..., D]`."""
+    value, other = features.meta.get("example_value"), tokens.meta.get("example_value")
+    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor) or value.dim() < 2:
+        return False
+    is_as_wide = hint(value.shape[-1]) == hint(other.shape[-1]) and bool(value.shape[-1] == other.shape[-1])
+    return value.is_floating_point() and is_as_wide
+
+
+def _candidates(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield pairs of a value and the mask of the tokens that it is put at, as far as the node's form tells."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    args = node.args
+    if name in SCATTERS and len(args) == 3 and isinstance(args[2], fx.Node):
+        yield args[2], args[1]
+    elif node.target is operator.setitem or name in PUTS:
+        mask = _mask_of_index(args[1])
+        if mask is not None and isinstance(args[2], fx.Node):
+            yield args[2], mask
+    elif name in SUMS and len(args) == 2:
+        for selected, features in (args, args[::-1]):
+            if isinstance(selected, fx.Node) and selected.target is operator.getitem and isinstance(features, fx.Node):
+                mask = _mask_of_index(selected.args[1])
+                if mask is not None:
+                    yield features, mask
+
+
+def _mask_of_index(index: Any) -> fx.Node | None:
+    """Return the mask of `x[mask]` and `x[mask, :]`; None for other indices."""
+    first, *rest = index if isinstance(index, (tuple, list)) else (index,)
+    if not isinstance(first, fx.Node) or any(part not in (slice(None), Ellipsis) for part in rest):
+        return None
+    value = first.meta.get("example_value")
+    return first if isinstance(value, torch.Tensor) and value.dtype is torch.bool and value.dim() > 1 else None
+
+
+class _Cut:
+    """The two graphs of an `EncodedMedia`."""
+
+    def __init__(self, module: fx.GraphModule, insertions: Sequence[_Insertion]) -> None:
+        self.module, self.insertions = module, insertions
+        self.features = list(dict.fromkeys(insertion.features for insertion in insertions))
+
+    def run(self) -> EncodedMedia:
+        encoder, inputs = self._encoder()
+        placeholders = self.module.graph.find_nodes(op="placeholder")
+        media = [i for i, number in enumerate(inputs) if is_data(placeholders[number])]
+        return EncodedMedia(self._remaining(), encoder, inputs, media)
+
+    def _encoder(self) -> tuple[fx.GraphModule, list[int]]:
+        needed, graph = ancestors(self.features), fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        inputs: list[int] = []
+        placeholders = list(self.module.graph.find_nodes(op="placeholder"))
+        while writes := {node for node in self.module.graph.nodes if writes_to(node) in needed and node not in needed}:
+            needed |= ancestors(list(writes))
+        for node in self.module.graph.nodes:
+            # Calls without arguments switch modes of autograd and autocast.
+            if node in needed or (node.op == "call_function" and not node.all_input_nodes and node.is_impure()):
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+                if node.op == "placeholder":
+                    inputs.append(placeholders.index(node))
+        graph.output(tuple(copies[node] for node in self.features))
+        return fx.GraphModule(self.module, graph), inputs
+
+    def _remaining(self) -> fx.GraphModule:
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        graph.output(graph.graph_copy(self.module.graph, copies))
+        module = fx.GraphModule(self.module, graph)
+        module.meta = self.module.meta
+        tables = {node: self._table(graph, node, i) for i, node in enumerate(self.features)}
+        for insertion in self.insertions:
+            self._read_table(graph, insertion, copies, *tables[insertion.features])
+        graph.eliminate_dead_code()
+        module.recompile()
+        return module
+
+    def _table(self, graph: fx.Graph, features: fx.Node, number: int) -> tuple[fx.Node, fx.Node]:
+        value = features.meta["example_value"]
+        last = list(graph.find_nodes(op="placeholder"))[-1]
+        with value.fake_mode, graph.inserting_before(last.next):
+            table, rows = (graph.placeholder(f"{name}_{number}") for name in ("features", "rows_of_features"))
+            table.meta["example_value"] = torch.empty(
+                (TRACED_ROWS, int(value.shape[-1])),
+                dtype=value.dtype,
+                device=value.device,
+                requires_grad=value.requires_grad,
+            )
+            rows.meta["example_value"] = torch.empty((TRACED_ROWS,), dtype=torch.int64, device=value.device)
+        return table, rows
+
+    def _read_table(
+        self,
+        graph: fx.Graph,
+        insertion: _Insertion,
+        copies: Mapping[fx.Node, fx.Node],
+        table: fx.Node,
+        rows: fx.Node,
+    ) -> None:
+        node = copies[insertion.node]
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        with graph.inserting_before(node):
+            mask = copies[insertion.mask]
+            if name in SCATTERS:
+                mask = self._tokens(graph, insertion, mask)
+            index = graph.call_function(TABLE_ROWS, (mask, rows))
+            features = graph.call_function(F.embedding, (index, table))
+            if name in SUMS:
+                features = graph.call_function(operator.getitem, (features, mask))
+                node.replace_input_with(copies[insertion.features], features)
+            else:
+                chosen = graph.call_function(operator.getitem, (mask, (..., None)))
+                result = graph.call_function(torch.where, (chosen, features, node.args[0]))
+                if name in ("masked_scatter", "index_put"):
+                    node.replace_all_uses_with(result)
+                else:
+                    written = graph.call_function(operator.setitem, (node.args[0], ..., result))
+                    written.meta = dict(node.meta)
+                    node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
+        for added in (index, features):
+            added.meta.setdefault("stack_trace", insertion.node.meta.get("stack_trace"))
+
+    def _tokens(self, graph: fx.Graph, insertion: _Insertion, mask: fx.Node) -> fx.Node:
+        """Return the mask `[B, S]` of a mask over entries `[B, S, D]` that is the same for all entries of a token."""
+        value = insertion.mask.meta["example_value"]
+        if value.dim() == insertion.node.meta["example_value"].dim() and (
+            value.stride()[-1] == 0 or value.shape[-1] == 1
+        ):
+            return graph.call_function(operator.getitem, (mask, (..., 0)))
+        raise RefusalError(
+            "features are put at entries, and it is not proven that these are whole tokens",
+            where=where(insertion.node),
+            expected="a mask over tokens, expanded over their features: mask[..., None].expand_as(x)",
+            got=f"a mask of shape {list(value.shape)}",
+            hint="make the mask from the ids of the placeholder tokens",
+        )

@@ -1,0 +1,168 @@
+"""Run the encoders of images and other media before the tree: once per distinct medium of a batch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from dta_compile.errors import RefusalError
+
+__all__ = ["Encoder", "Features", "distinct", "encode_distinct"]
+
+MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # 2**64 over the golden ratio, as a signed number
+BLOCK = 64  # media that are hashed or compared at a time
+ROUNDING = 1000  # times the precision of the dtype, relative to the largest feature: sums in another order
+
+
+class Encoder(Protocol):
+    """Function from the media `[n, ...]` of a batch to feature tensors `[n * t, D]`, or `[n, t, D]`, in their order."""
+
+    def __call__(self, *media: torch.Tensor) -> Sequence[torch.Tensor]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Features:
+    """Tables of features, and the row of each feature of the batch.
+
+    Attributes:
+        tables: per feature tensor, the features `[rows, D]` of the media that were encoded.
+        rows: per feature tensor, `[N]` the row of each of the batch's features.
+        media, distinct, encoded: number of media in the batch, of different ones, and of those that were encoded.
+        is_proof: different media were compared with themselves alone.
+    """
+
+    tables: Sequence[torch.Tensor]
+    rows: Sequence[torch.Tensor]
+    media: int
+    distinct: int
+    encoded: int
+    is_proof: bool = False
+
+
+def distinct(media: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Find equal media: those with the same bits in every tensor `[n, ...]`.
+
+    Media are grouped by a hash on their device, and equality within a group is confirmed.
+
+    Returns:
+        The first medium of each kind, and `n` the position among those of every medium.
+    """
+    words = [_words(value) for value in media]
+    kind_of: dict[tuple[int, ...], int] = {}
+    first: list[int] = []
+    kinds: list[int] = []
+    for i, key in enumerate(zip(*map(_hashes, words), strict=True)):
+        kind = kind_of.setdefault(key, len(first))
+        if kind == len(first):
+            first.append(i)
+        kinds.append(kind)
+    leaders = torch.tensor(first)[torch.tensor(kinds)].to(media[0].device)
+    for begin in range(0, len(kinds), BLOCK):
+        block = slice(begin, begin + BLOCK)
+        if not all(torch.equal(value[block], value.index_select(0, leaders[block])) for value in words):
+            return list(range(len(kinds))), list(range(len(kinds)))  # equal hashes of different media: share nothing
+    return first, kinds
+
+
+def _words(value: torch.Tensor) -> torch.Tensor:
+    """Return the bits `[n, words]` of a tensor `[n, ...]` as integers."""
+    flat = value.detach().reshape(len(value), -1).contiguous()
+    return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+
+
+def _hashes(words: torch.Tensor) -> list[int]:
+    # Products modulo 2**64 with odd numbers that depend on the position.
+    factors = torch.arange(words.shape[1], device=words.device, dtype=torch.int64) * MULTIPLIER | 1
+    hashes = [(block.to(torch.int64) * factors).sum(1) for block in words.split(BLOCK)]
+    numbers: list[int] = torch.cat(hashes).tolist()
+    return numbers
+
+
+def encode_distinct(
+    encoder: Encoder, media: Sequence[torch.Tensor], look: bool, works_for: Callable[[int], bool] = lambda count: True
+) -> Features:
+    """Encode each distinct medium once.
+
+    Args:
+        media: tensors `[n, ...]` of the batch. If their first sizes differ, or one requires a gradient (which equal
+            media have of their own), the batch is one medium.
+        look: compare the features with those of the whole batch, and of a medium alone.
+        works_for: whether the encoder takes so many media; if not, the first medium is encoded several times.
+
+    Raises:
+        RefusalError: features of a medium depend on the other media of the batch.
+    """
+    count = len(media[0])
+    if count == 0 or any(len(value) != count or value.requires_grad for value in media):
+        tables = [_as_rows(value) for value in encoder(*media)]
+        return Features(tables, [_range(table, len(table)) for table in tables], 1, 1, 1, True)
+    first, kinds = distinct(media)
+    different = len(first)
+    encoded = next((k for k in range(different, count) if works_for(k)), count)
+    if encoded == count:
+        kinds, first = [first[kind] for kind in kinds], list(range(count))
+    tables = _tables(encoder, media, [*first, *first[:1] * (encoded - len(first))])
+    alone = next((k for k in range(1, count + 1) if works_for(k)), 0)  # of one medium
+    for sample in ([*range(count)] if encoded < count else [], [0] * alone) if look else ():
+        if sample:
+            rows = [_rows(table, [kinds[i] for i in sample], encoded) for table in tables]
+            _require_equal(_tables(encoder, media, sample, torch.no_grad()), tables, rows)
+    rows = [_rows(table, kinds, encoded) for table in tables]
+    return Features(tables, rows, count, different, encoded, look and alone > 0 and different > 1)
+
+
+def _tables(
+    encoder: Encoder,
+    media: Sequence[torch.Tensor],
+    chosen: Sequence[int],
+    mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008 - has no state
+) -> list[torch.Tensor]:
+    """Encode the chosen media."""
+    index = torch.tensor(chosen, device=media[0].device)
+    is_whole = list(chosen) == list(range(len(media[0])))
+    with mode:
+        return [_as_rows(v) for v in encoder(*(media if is_whole else [v.index_select(0, index) for v in media]))]
+
+
+def _as_rows(features: torch.Tensor) -> torch.Tensor:
+    return features.reshape(-1, features.shape[-1])
+
+
+def _range(table: torch.Tensor, end: int) -> torch.Tensor:
+    return torch.arange(end, device=table.device)
+
+
+def _rows(table: torch.Tensor, kinds: Sequence[int], encoded: int) -> torch.Tensor:
+    each = len(table) // encoded
+    if each * encoded != len(table):
+        raise _dependence(f"{encoded} media have {len(table)} features together")
+    start = torch.tensor(kinds, device=table.device) * each
+    return (start[:, None] + _range(table, each)).flatten()
+
+
+def _require_equal(
+    features: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]
+) -> None:
+    """Raise RefusalError unless features are these rows of the tables, up to rounding."""
+    for found, table, row in zip(features, tables, rows, strict=True):
+        if len(found) != len(row):
+            raise _dependence(f"{len(found)} features instead of {len(row)}")
+        known = table.detach()[row]
+        largest = float(known.abs().nan_to_num(0, 0).amax()) if known.numel() else 0.0
+        tolerance = ROUNDING * torch.finfo(found.dtype).eps * max(1.0, largest)
+        if not torch.allclose(found, known, 0.0, tolerance, equal_nan=True):
+            raise _dependence(f"features that differ by {float((found - known).abs().max()):.2g}")
+
+
+def _dependence(got: str) -> RefusalError:
+    return RefusalError(
+        "features of an image (or another medium) depend on the other images of the batch",
+        where="the encoder in front of the tokens",
+        expected="an encoder that treats each image by itself, without dropout or batch statistics",
+        got=got,
+        hint="call .eval() on the encoder's dropout and batch-norm layers, or encode images outside of the function",
+    )

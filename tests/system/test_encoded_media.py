@@ -1,0 +1,194 @@
+"""Multimodal models: each distinct image is encoded once, and tokens of equal images share."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import dta_compile
+from dta_compile.errors import RefusalError, RuntimeContractError
+from dta_compile.runtime import encoders
+from tests.support.tiny import BareLM, after, assert_same, weighted
+
+IMAGE, PATCHES, SIZE, KINDS = 30, 2, 4, 3  # id of placeholders, tokens of an image, its height and width, images drawn
+
+
+class Tower(nn.Module):
+    """Images `[N, 1, 4, 4]` to features `[N, 2, D]`: a convolution over patches, and attention between them."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.patches = nn.Conv2d(1, width, (SIZE, SIZE // PATCHES), stride=SIZE // PATCHES)
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, pixels):
+        x = self.patches(pixels).flatten(2).transpose(1, 2)
+        heads = self.norm(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        return self.out(x + F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2))
+
+
+class Reader(BareLM):
+    """Puts features at placeholders, and once more behind the embeddings: in the spelling `put`."""
+
+    def __init__(self, put="scatter"):
+        super().__init__()
+        torch.manual_seed(3)
+        self.tower, self.put = Tower(self.embedding.embedding_dim).double(), put
+
+    def encode(self, pixels):
+        return self.tower(pixels)
+
+    def forward(self, ids, pixels):
+        x = self.embedding(ids) + self.position(torch.arange(ids.shape[1]))
+        features, mask = self.encode(pixels), ids == IMAGE
+        if self.put == "scatter":
+            x = x.masked_scatter(mask.unsqueeze(-1).expand_as(x), features)
+        elif self.put == "write":
+            x = x.clone()
+            x[mask] = features.flatten(0, 1)
+        else:
+            x = x.clone()
+            x[mask, :] = x[mask, :] + features.flatten(0, 1)
+        return self.head(self.mix(x))
+
+
+def rows_of(layout):
+    """Ids `[B, S]` and pixels of rows that are lists of text ids and names of images, padded by text."""
+    drawn = torch.randn(KINDS, 1, SIZE, SIZE, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    drawn[2] = drawn[1]
+    drawn[2, 0, -1, -1] += 1e-12  # differs in one pixel
+    rows = [
+        list(itertools.chain(*([IMAGE] * PATCHES if isinstance(part, str) else [part] for part in row)))
+        for row in layout
+    ]
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    return ids, torch.stack([drawn["abc".index(part)] for row in layout for part in row if isinstance(part, str)])
+
+
+def run(function, model):
+    def step():
+        out = function()
+        weighted(out).backward()
+        return out.detach()
+
+    return after(model, step)
+
+
+def one_by_one(model, ids, pixels):
+    """Eager outputs, one row at a time, and gradients."""
+    images = (ids == IMAGE).sum(1) // PATCHES
+    return run(
+        lambda: torch.cat([model(row[None], own) for row, own in zip(ids, pixels.split(images.tolist()), strict=True)]),
+        model,
+    )
+
+
+def compiled_run(compiled, model, ids, pixels):
+    return run(lambda: compiled(ids, pixels), model)
+
+
+def tokens_run(compiled):
+    return dta_compile.last_plan(compiled).prefix_tree.num_rows
+
+
+@pytest.mark.parametrize("put", ["scatter", "write", "add"])
+def test_equal_images_share_and_different_ones_fork(put):
+    model = Reader(put)
+    compiled = torch.compile(model, backend="dta")
+    equal = rows_of([[1, "a", 2, "b", 3], [1, "a", 2, "b", 4], [1, "a", 2, "c", 3], [1, "b", 2, "a", 3]])
+    assert_same(compiled_run(compiled, model, *equal), one_by_one(model, *equal))
+    # 1 a2 2 b2 3 is seven tokens; a last token more; c forks where b began; and all behind 1.
+    assert tokens_run(compiled) == 7 + 1 + 3 + 6
+    assert "8 images (or other media), 3 different, 3 encoded" in str(dta_compile.last_plan(compiled))
+
+
+@pytest.fixture(scope="module")
+def reader():
+    model = Reader()
+    return model, torch.compile(model, backend="dta", options={"chunk_size": 3})
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.lists(st.sampled_from([1, 2, "a", "b", "c"]), min_size=3, max_size=6), min_size=2, max_size=5))
+def test_images_at_any_depth(reader, layout):
+    model, compiled = reader
+    if sum(isinstance(part, str) for row in layout for part in row) < 2:
+        layout = [["a", "b", *row] for row in layout]
+    batch = rows_of(layout)
+    assert_same(compiled_run(compiled, model, *batch), one_by_one(model, *batch))
+
+
+def test_frozen_parts_and_scoring():
+    model = Reader()
+    compiled = torch.compile(model, backend="dta")
+    batch = rows_of([[1, "a", 2, "b", 3], [1, "a", 2, "b", 4], [1, "a", 5, "a", 3]])
+    for part in (model.tower, model.embedding, model.head):
+        part.requires_grad_(False)
+        assert_same(compiled_run(compiled, model, *batch), one_by_one(model, *batch))
+        part.requires_grad_(True)
+    with torch.no_grad():
+        assert_same(compiled(*batch), model(*batch))
+
+
+def test_more_placeholders_than_features():
+    model = Reader()
+    compiled = torch.compile(model, backend="dta")
+    ids, pixels = rows_of([[1, "a", 2, "b", 3], [1, "a", 2, "b", 4]])
+    with pytest.raises(RuntimeContractError, match="more placeholder tokens than features"):
+        compiled(ids, pixels[:3])
+
+
+class OverTheBatch(Reader):
+    def encode(self, pixels):
+        return self.tower(pixels - pixels.mean(0))
+
+
+def test_images_that_depend_on_each_other_are_refused():
+    model = OverTheBatch()
+    compiled = torch.compile(model, backend="dta")
+    compiled(*rows_of([[1, "a", 2, "a"], [1, "a", 3, "a"]]))  # equal images do not show it, and have its features
+    with pytest.raises(RefusalError, match="depend on the other images"):
+        compiled(*rows_of([[1, "a", 2, "b"], [1, "a", 3, "b"]]))
+
+
+def test_masks_over_entries_are_refused():
+    class Entries(Reader):
+        def forward(self, ids, pixels):
+            x = self.embedding(ids)
+            mask = (ids == IMAGE)[..., None] & (torch.arange(x.shape[-1]) >= 0)
+            return self.head(self.mix(x.masked_scatter(mask, self.encode(pixels))))
+
+    with pytest.raises(RefusalError, match="not proven that these are whole tokens"):
+        torch.compile(Entries(), backend="dta")(*rows_of([[1, "a", 2], [1, "a", 3]]))
+
+
+def test_features_with_gradients_of_their_own_are_not_merged():
+    """Equal features that the caller made are different tensors: each gets its own gradient."""
+
+    class Given(Reader):
+        def encode(self, features):
+            return features
+
+    model, tower = Given(), Reader().tower
+    compiled = torch.compile(model, backend="dta")
+    ids, pixels = rows_of([[1, "a", 2, "a", 3], [1, "a", 2, "b", 4]])
+
+    def of(function):
+        features = tower(pixels)
+        features.retain_grad()
+        return run(lambda: function(ids, features), model), features.grad
+
+    assert_same(of(compiled), of(model))
+
+
+def test_media_of_equal_hash_are_compared(monkeypatch):
+    monkeypatch.setattr(encoders, "_hashes", lambda words: [0] * len(words))
+    pixels = torch.tensor([[1.0, 2.0], [1.0, 2.0], [1.0, 3.0]])
+    assert encoders.distinct([pixels]) == ([0, 1, 2], [0, 1, 2])
+    monkeypatch.undo()
+    assert encoders.distinct([pixels]) == ([0, 2], [0, 0, 1])

@@ -1,8 +1,8 @@
-"""Token rules for operators that only move entries: views, slices, concatenations, padding."""
+"""Token rules for operators that only move entries (views, slices, ...), and names of dimensions behind views."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -13,16 +13,18 @@ from dta_compile.executable.layouts import Axis, Flat, Frame, Layout, flat
 from dta_compile.passes.axes.layouts import (
     Arguments,
     MixesTokens,
-    Rule,
     argument,
     broadcast,
     require_feature,
     unify_frames,
 )
+from dta_compile.passes.graphs.operators import COPIES, MAYBE_COPIES, RESHAPES, TRANSPOSITIONS
+from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import expression, sizes
 
 aten = torch.ops.aten
 AnyAxis = Axis | Flat
+Labels = tuple[str | None, ...]  # names of the dimensions of a value; None: any
 Factor = tuple[AnyAxis | None, sympy.Expr]  # of a dimension: an axis, or None for features, and its size
 FLATTENED: dict[Any, tuple[Axis, Axis]] = {
     Axis.ROWS: (Axis.BATCH, Axis.TOKEN),
@@ -35,23 +37,55 @@ def like(node: fx.Node, arguments: Arguments) -> Layout:
     return arguments[node.args[0]]
 
 
-def permuted(order: Callable[[fx.Node, int], list[int]]) -> Rule:
-    """Rule for a permutation of dimensions: `order(node, rank)` lists the source dimension of each result dimension."""
-
-    def rule(node: fx.Node, arguments: Arguments) -> Layout:
-        layout = arguments[node.args[0]]
-        return Layout(tuple(layout.dims[i] for i in order(node, len(layout.dims))), layout.frame)
-
-    return rule
+def permuted(node: fx.Node, arguments: Arguments) -> Layout:
+    """Rule for a permutation of dimensions."""
+    layout = arguments[node.args[0]]
+    return Layout(tuple(layout.dims[i] for i in order_of(node, len(layout.dims))), layout.frame)
 
 
-def transpose_order(node: fx.Node, rank: int) -> list[int]:
-    """Return the dimension order of `transpose` and `t`, which exchange two dimensions."""
+def order_of(node: fx.Node, rank: int) -> list[int]:
+    """Return the dimension of the argument for each dimension of one of `TRANSPOSITIONS`."""
+    if node.target is aten.permute.default:
+        return [dim % rank for dim in node.args[1]]
     order = list(range(rank))
     if rank > 1:
         first, second = (node.args[1], node.args[2]) if len(node.args) > 2 else (0, 1)
         order[first], order[second] = order[second], order[first]
     return order
+
+
+def labels_in(arg: Any, labels: Labels) -> Labels:
+    """Return the labels of an operand that is broadcast to a value with these labels; () for a number."""
+    if not isinstance(arg, fx.Node) or not has_tensor(arg):
+        return ()
+    shape = sizes(arg)
+    own = labels[len(labels) - len(shape) :]
+    return tuple(None if size == 1 else label for size, label in zip(shape, own, strict=True))
+
+
+def labelled_source(node: fx.Node, labels: Labels) -> tuple[fx.Node, Labels] | None:
+    """Return the operand that a node is a copy or a view of, all of it, and its labels; None for other nodes."""
+    target, source = node.target, node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
+        return None
+    rank = source.meta["val"].dim()
+    if target in COPIES | MAYBE_COPIES:
+        return source, labels
+    if target is aten.unsqueeze.default:
+        axis = node.args[1] % (rank + 1)
+        return source, (*labels[:axis], *labels[axis + 1 :])
+    if target is aten.expand.default:
+        return source, labels_in(source, labels)
+    if target in TRANSPOSITIONS:
+        order = order_of(node, rank)
+        return source, tuple(labels[order.index(i)] for i in range(rank))
+    if target in RESHAPES:
+        before, after = sizes(source), sizes(node)
+        inner = [label for label, size in zip(labels, after, strict=True) if size != 1]
+        if [size for size in before if size != 1] == [size for size in after if size != 1]:
+            left = iter(inner)
+            return source, tuple(None if size == 1 else next(left) for size in before)
+    return None
 
 
 def unsqueeze(node: fx.Node, arguments: Arguments) -> Layout:

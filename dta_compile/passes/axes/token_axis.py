@@ -62,10 +62,13 @@ def token_axis(program: Program) -> None:
     )
     known = _Known(program)
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
+    trained = (InputKind.PARAMETER, InputKind.DIFFERENTIABLE_DATA)
+    dependent |= {node for node, spec in inputs.items() if spec.kind in trained}
+    for node in program.graph.nodes:
+        if node.op != "output" and has_tensor(node) and not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            if inputs[node].kind in (InputKind.PARAMETER, InputKind.DIFFERENTIABLE_DATA):
-                dependent.add(node)
             values[node] = _of_input(program, node, inputs[node])
             if has_tensor(node):
                 roots[node] = frozenset([node])
@@ -204,7 +207,8 @@ def _interpret(
     if not has_tensor(node):
         return None
     value = apply_rule(program, node, program.values, layouts)
-    if isinstance(value, Layout) and value.has_flat and value.frame is not None and value.frame.start is not None:
+    frame = value.frame if isinstance(value, Layout) and value.has_flat else None
+    if frame is not None and frame.start is not None and _is_read_flat(program, node):
         program.parameter_dependent.add(node)  # type: ignore[attr-defined]  # no other region has such values
     if node in program.parameter_dependent:
         return _in_own_batch(program, node, value) if isinstance(value, Layout) else value
@@ -217,6 +221,22 @@ def _interpret(
     inherited = frozenset().union(*(roots[arg] for arg in arguments))
     roots[node] = inherited if keeps_positions and arguments else frozenset([node])
     return shaped
+
+
+def _is_read_flat(program: Program, node: fx.Node) -> bool:
+    """Whether a layer, or anything computed from parameters, reads a flattened value before it is taken apart again."""
+    of_parameters, whole = program.parameter_dependent, {program.batch, program.tokens}
+    pending = [node]
+    for one in pending:
+        for user in one.users:
+            mixer = MIXERS.get(user.target)
+            if one in mixer.operands_of(user.args) if mixer else user in of_parameters:
+                return True
+            is_tensor = isinstance(user.meta.get("val"), torch.Tensor) and user not in of_parameters
+            is_flat = is_tensor and any(size.free_symbols and size not in whole for size in sizes(user))
+            if is_flat and rule_for(user.target) is not None and user not in pending:
+                pending.append(user)
+    return False
 
 
 def _in_own_batch(program: Program, node: fx.Node, value: Layout) -> Layout | Mixed:

@@ -32,10 +32,10 @@ from dta_compile.passes.axes.layouts import (
 from dta_compile.passes.graphs.operators import (
     CASTS,
     COPIES,
-    EXCHANGES,
     MASKED_FILLS,
     RESHAPES,
     SQUEEZES,
+    TRANSPOSITIONS,
     is_tagged_pointwise,
 )
 from dta_compile.passes.symbols import sizes
@@ -295,8 +295,7 @@ _register(
     shape_rules.like, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default
 )
 _register(shape_rules.view, *RESHAPES)
-_register(shape_rules.permuted(shape_rules.transpose_order), *EXCHANGES)
-_register(shape_rules.permuted(lambda node, rank: [d % rank for d in node.args[1]]), aten.permute.default)
+_register(shape_rules.permuted, *TRANSPOSITIONS)
 _register(shape_rules.unsqueeze, aten.unsqueeze.default)
 _register(shape_rules.squeeze, *SQUEEZES)
 _register(shape_rules.expand, aten.expand.default)

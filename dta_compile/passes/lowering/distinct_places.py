@@ -12,14 +12,12 @@ import torch
 from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.axes.shape_rules import Labels, labelled_source, labels_in
 from dta_compile.passes.graphs.nodes import is_item
-from dta_compile.passes.graphs.operators import CASTS, COPIES, EXCHANGES, RESHAPES
+from dta_compile.passes.graphs.operators import CASTS, RESHAPES
 from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
-
-# For each dimension of a value: a constant index, or the name of the condition's dimension that runs along it.
-Coordinates = tuple[Any, ...]
 
 
 def at_most_one(condition: fx.Node, slots: Sequence[int]) -> bool:
@@ -30,44 +28,37 @@ def at_most_one(condition: fx.Node, slots: Sequence[int]) -> bool:
     return _holds_once(condition, tuple(f"d{dim}" for dim in range(len(sizes(condition)))), slot)
 
 
-def _holds_once(node: fx.Node, at: Coordinates, slot: str) -> bool:
-    """Return whether the entry of `node` at `at` is non-zero for at most one value of `slot`."""
+def _holds_once(node: fx.Node, at: Labels, slot: str) -> bool:
+    """Return whether an entry of `node` is non-zero for at most one place along `slot`, a label of its dimensions."""
     source: Any = node.args[0] if node.args else None
     if node.target in (aten.bitwise_and.Tensor, aten.logical_and.default, aten.mul.Tensor):
-        return any(_holds_once(arg, _broadcast(arg, at), slot) for arg in node.all_input_nodes)
-    if node.target in (aten.ne.Scalar, aten.gt.Scalar) and node.args[1] == 0:
-        return _holds_once(source, at, slot)
-    if node.target in COPIES | CASTS:  # zeros stay zeros
-        return _holds_once(source, at, slot)
-    if node.target is aten.select.int:
-        dim = node.args[1] % len(sizes(source))
-        return _holds_once(source, (*at[:dim], node.args[2], *at[dim:]), slot)
-    if node.target is aten.permute.default:
-        before: list[Any] = [None] * len(at)
-        for i, dim in enumerate(node.args[1]):
-            before[dim % len(at)] = at[i]
-        return _holds_once(source, tuple(before), slot)
-    if node.target in EXCHANGES and len(at) > 1:
-        order = list(at)
-        first, second = node.args[1:] or (0, 1)
-        order[first], order[second] = order[second], order[first]
-        return _holds_once(source, tuple(order), slot)
-    if node.target is aten.unsqueeze.default:
-        dim = node.args[1] % len(at)
-        return _holds_once(source, (*at[:dim], *at[dim + 1 :]), slot)
-    if is_item(node) and source.target is aten.unbind.int:
-        dim = (argument(source, 1, "dim") or 0) % (len(at) + 1)
-        return _holds_once(source.args[0], (*at[:dim], node.args[1], *at[dim:]), slot)
+        return any(_holds_once(arg, labels_in(arg, at), slot) for arg in node.all_input_nodes)
+    if node.target in CASTS or (node.target in (aten.ne.Scalar, aten.gt.Scalar) and node.args[1] == 0):
+        return _holds_once(source, at, slot)  # zeros stay zeros
+    if (moved := _source(node, at)) is not None:
+        return _holds_once(*moved, slot)
     if node.target is aten.eq.Scalar:
         return is_distinct_along(source, at, slot)
     if node.target is aten.eq.Tensor:
         left, right = node.args
         pairs = ((left, right), (right, left))
         return any(
-            slot not in _broadcast(other, at) and is_distinct_along(numbers, _broadcast(numbers, at), slot)
+            slot not in labels_in(other, at) and is_distinct_along(numbers, labels_in(numbers, at), slot)
             for numbers, other in pairs
         )
     return False
+
+
+def _source(node: fx.Node, at: Labels) -> tuple[fx.Node, Labels] | None:
+    """Return the value that a node is a copy, a view or one row of, and the labels of its dimensions."""
+    if node.target is aten.select.int:
+        source, number = node.args[0], node.args[1]
+    elif is_item(node) and node.args[0].target is aten.unbind.int:
+        (source, *_), number = node.args[0].args, argument(node.args[0], 1, "dim") or 0
+    else:
+        return labelled_source(node, at)
+    dim = number % len(sizes(source))
+    return source, (*at[:dim], None, *at[dim:])
 
 
 def _keeps_numbers(node: fx.Node) -> bool:
@@ -76,24 +67,15 @@ def _keeps_numbers(node: fx.Node) -> bool:
     return node.target in CASTS and node.args[0].meta["val"].dtype in wide and node.meta["val"].dtype in wide
 
 
-def _broadcast(node: fx.Node, at: Coordinates) -> Coordinates:
-    """Return the coordinates of an operand that broadcasts, aligned at the right; 0 along its dimensions of size 1."""
-    own = at[len(at) - len(sizes(node)) :]
-    return tuple(0 if size == 1 else index for index, size in zip(own, sizes(node), strict=True))
-
-
-def is_distinct_along(node: fx.Node, at: Coordinates, slot: str) -> bool:
-    """Return whether entries of `node` at two values of `slot` always differ."""
+def is_distinct_along(node: fx.Node, at: Labels, slot: str) -> bool:
+    """Return whether entries of `node` at two places along `slot`, a label of its dimensions, always differ."""
     if at.count(slot) != 1:
         return False
     source: Any = node.args[0] if node.args else None
-    if node.target in COPIES or _keeps_numbers(node):
+    if _keeps_numbers(node) or node.target is aten.slice.Tensor:  # a slice has a subset of distinct entries
         return is_distinct_along(source, at, slot)
-    if node.target is aten.unsqueeze.default:
-        dim = node.args[1] % len(at)
-        return is_distinct_along(source, (*at[:dim], *at[dim + 1 :]), slot)
-    if node.target is aten.slice.Tensor:
-        return is_distinct_along(source, at, slot)  # a subset of distinct entries
+    if (moved := _source(node, at)) is not None:
+        return is_distinct_along(*moved, slot)
     if node.target in RESHAPES and at[-1] == slot and sizes(source)[-1] == sizes(node)[-1]:
         return is_distinct_along(source, ("other",) * (len(sizes(source)) - 1) + (slot,), slot)
     is_choice = is_item(node) and node.args[1] == 1

@@ -16,8 +16,16 @@ from torch import fx
 
 from dta_compile.ops.chosen_keys import CHOSEN
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.axes.shape_rules import reshape_groups, transpose_order
-from dta_compile.passes.graphs.operators import COPIES, EXCHANGES, FILLS, RANGES, RESHAPES, SQUEEZES, UNTAGGED_POINTWISE
+from dta_compile.passes.axes.shape_rules import order_of, reshape_groups
+from dta_compile.passes.graphs.operators import (
+    COPIES,
+    FILLS,
+    RANGES,
+    RESHAPES,
+    SQUEEZES,
+    TRANSPOSITIONS,
+    UNTAGGED_POINTWISE,
+)
 from dta_compile.passes.masks.entries import Entries, Indices
 from dta_compile.passes.program import Program
 from dta_compile.passes.symbols import sizes
@@ -36,7 +44,7 @@ ENTRY_RULES: dict[Any, str] = {
     **dict.fromkeys(COPIES, "_copy"),
     **dict.fromkeys(RESHAPES, "_view"),
     **dict.fromkeys(SQUEEZES, "_squeeze"),
-    **dict.fromkeys(EXCHANGES, "_transpose"),
+    **dict.fromkeys(TRANSPOSITIONS, "_permute"),
     **dict.fromkeys(FILLS, "_filled"),
     **dict.fromkeys(RANGES, "_arange"),
     **dict.fromkeys(UNTAGGED_POINTWISE, "_pointwise"),
@@ -44,7 +52,6 @@ ENTRY_RULES: dict[Any, str] = {
     aten.fill.Tensor: "_filled_with_entry",
     aten.unsqueeze.default: "_unsqueeze",
     aten.expand.default: "_expand",
-    aten.permute.default: "_permute",
     aten.slice.Tensor: "_slice",
     aten.select.int: "_select",
     aten.flip.default: "_flip",
@@ -156,12 +163,7 @@ class Elements(Entries):
         return self._aligned(node.args[0], index)
 
     def _permute(self, node: fx.Node, index: Indices) -> Term:
-        return self._permuted(node, index, [dim % len(index) for dim in node.args[1]])
-
-    def _transpose(self, node: fx.Node, index: Indices) -> Term:
-        return self._permuted(node, index, transpose_order(node, len(index)))
-
-    def _permuted(self, node: fx.Node, index: Indices, order: Sequence[int]) -> Term:
+        order = order_of(node, len(index))
         return self.entry(node.args[0], tuple(index[order.index(dim)] for dim in range(len(order))))
 
     def _from_start(self, position: Any, size: sympy.Expr) -> sympy.Expr | None:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.axes.shape_rules import transpose_order
+from dta_compile.passes.axes.shape_rules import Labels, labelled_source, labels_in
 from dta_compile.passes.graphs.nodes import call, filled_with, is_float
 from dta_compile.passes.graphs.operators import (
     CASTS,
@@ -28,7 +28,6 @@ from dta_compile.passes.graphs.operators import (
     RANGES,
     RESHAPES,
     SUMS,
-    TRANSPOSITIONS,
 )
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.program import has_tensor
@@ -37,7 +36,6 @@ from dta_compile.proofs.mask_class import FORBIDDEN
 
 aten = torch.ops.aten
 
-Labels = tuple[str | None, ...]  # one per dimension of a value: "q", "k", or None
 Slope: TypeAlias = float | fx.Node  # a node has the dimensions of the value, those of queries and keys with size 1
 Affine = tuple[sympy.Expr, sympy.Expr, sympy.Expr]  # a * q + b * k + c
 
@@ -90,7 +88,7 @@ class Distances:
 
     def _sum(self, node: fx.Node, labels: Labels) -> tuple[fx.Node | None, Slope] | None:
         one, other = node.args[:2]
-        parts = [self.split(arg, _of(arg, labels)) for arg in (one, other)]
+        parts = [self.split(arg, labels_in(arg, labels)) for arg in (one, other)]
         if parts == [None, None]:
             return None
         (left, slope), (right, further) = (part or (arg, 0.0) for part, arg in zip(parts, (one, other), strict=True))
@@ -110,7 +108,7 @@ class Distances:
         index = 0 if node.target in MASKED_FILLS else next((i for i in (1, 2) if _hides(node.args[3 - i])), 0)
         filler = node.args[2] if node.target in MASKED_FILLS else node.args[3 - index] if index else None
         source = node.args[index]
-        if filler is None or not _hides(filler) or (parts := self.split(source, _of(source, labels))) is None:
+        if filler is None or not _hides(filler) or (parts := self.split(source, labels_in(source, labels))) is None:
             return None
         rest, slope = parts
         rest = call(self.graph, aten.full_like.default, source, 0.0) if rest is None else rest
@@ -130,7 +128,7 @@ class Distances:
             slope = self._slope(*moved)
             return None if slope is None else self._moved(node, slope, labels)
         if node.target in SUMS and argument(node, 2, "alpha") in (None, 1):
-            slopes = [self._slope(arg, _of(arg, labels)) for arg in node.args[:2]]
+            slopes = [self._slope(arg, labels_in(arg, labels)) for arg in node.args[:2]]
             return None if None in slopes else self._combined(node, *slopes)
         if node.target is aten.neg.default:
             return self._times(self._slope(node.args[0], labels), -1.0, node)
@@ -139,7 +137,7 @@ class Distances:
             if node.target in PRODUCTS and not _varies(by, labels) <= _varies(factor, labels):
                 factor, by = by, factor
             if isinstance(factor, fx.Node) and has_tensor(factor) and not _varies(by, labels):
-                return self._times(self._slope(factor, _of(factor, labels)), by, node)
+                return self._times(self._slope(factor, labels_in(factor, labels)), by, node)
         return None
 
     def _times(self, slope: Slope | None, by: Any, node: fx.Node) -> Slope | None:
@@ -192,27 +190,9 @@ class Distances:
 
     def _source(self, node: fx.Node, labels: Labels) -> tuple[fx.Node, Labels] | None:
         """Return the operand whose entries a node moves or casts, and its labels; None for other nodes."""
-        target, source = node.target, node.args[0] if node.args else None
-        if not isinstance(source, fx.Node) or not has_tensor(source):
-            return None
-        rank = source.meta["val"].dim()
-        if target in COPIES | CASTS | MAYBE_COPIES:
-            return (source, labels) if node.meta["val"].is_floating_point() or target not in CASTS else None
-        if target is aten.unsqueeze.default:
-            axis = node.args[1] % (rank + 1)
-            return source, (*labels[:axis], *labels[axis + 1 :])
-        if target is aten.expand.default:
-            return source, _of(source, labels)
-        if target in TRANSPOSITIONS:
-            order = node.args[1] if target is aten.permute.default else transpose_order(node, rank)
-            return source, tuple(labels[[dim % rank for dim in order].index(i)] for i in range(rank))
-        if target in RESHAPES:
-            before, after = sizes(source), sizes(node)
-            inner = [label for label, size in zip(labels, after, strict=True) if size != 1]
-            if [size for size in before if size != 1] == [size for size in after if size != 1]:
-                left = iter(inner)
-                return source, tuple(None if size == 1 else next(left) for size in before)
-        return None
+        if node.target in CASTS:
+            return (node.args[0], labels) if node.meta["val"].is_floating_point() else None
+        return labelled_source(node, labels)
 
     def _rounds(self, node: fx.Node) -> bool:
         """Whether the dtype of a value has less digits than scores have."""
@@ -249,7 +229,7 @@ class Distances:
             1,
         ):
             return None
-        one, other = (self._affine(arg, _of(arg, labels)) for arg in node.args[:2])
+        one, other = (self._affine(arg, labels_in(arg, labels)) for arg in node.args[:2])
         if one is None or other is None:
             return None
         if node.target in SUMS:
@@ -280,18 +260,8 @@ class Distances:
         return _scaled(value, 0) if cut else value
 
 
-def _of(arg: Any, labels: Labels) -> Labels:
-    """Return the labels of an operand that is broadcast to a value with these labels."""
-    if not isinstance(arg, fx.Node) or not has_tensor(arg):
-        return ()
-    shape = sizes(arg)
-    return tuple(
-        None if size == 1 else label for size, label in zip(shape, labels[len(labels) - len(shape) :], strict=True)
-    )
-
-
 def _varies(arg: Any, labels: Labels) -> set[str | None]:
-    return set(_of(arg, labels)) - {None}
+    return set(labels_in(arg, labels)) - {None}
 
 
 def _hides(filler: Any) -> bool:

@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.axes.shape_rules import transpose_order
+from dta_compile.passes.axes.shape_rules import order_of
 from dta_compile.passes.graphs.nodes import SizeNodes, call, filled_with
 from dta_compile.passes.graphs.operators import (
     CASTS,
@@ -107,10 +107,8 @@ def moved(node: fx.Node, dims: list[Dim]) -> list[Dim]:
     target, rank = node.target, len(dims)
     if target in RESHAPES:
         return _regrouped([factor for dim in dims for factor in dim], sizes(node))
-    if target is aten.permute.default:
-        return [dims[dim % rank] for dim in node.args[1]]
     if target in TRANSPOSITIONS:
-        return [dims[dim] for dim in transpose_order(node, rank)]
+        return [dims[dim] for dim in order_of(node, rank)]
     if target is aten.unsqueeze.default:
         axis = node.args[1] % (rank + 1)
         return [*dims[:axis], [], *dims[axis:]]

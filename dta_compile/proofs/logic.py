@@ -33,7 +33,7 @@ from dta_compile.proofs.cases import (
     within,
 )
 from dta_compile.proofs.formulas import Formulas, values_of
-from dta_compile.proofs.mask_class import BOUND
+from dta_compile.proofs.mask_class import BOUND, FORBIDDEN
 from dta_compile.proofs.terms import RANKED, Apply, Const, Number, Term, is_undefined
 
 MOST_CASES = 64
@@ -211,8 +211,9 @@ class Logic(Formulas):
         self._biased.add(term)
         others = [number for arg, number in zip(term.args, numbers, strict=True) if not self._is_biased(arg)]
         bounds = [number for number in (*others, *dict(term.kwargs).values()) if isinstance(number, (int, float))]
-        most = {"add": 0.0, "minimum": 0.0, "_to_copy": 0.0, "clamp": -1e4, "clamp_min": -1e4, "maximum": -1e4}
-        if term.name not in most or any(number > most[term.name] for number in bounds):
+        lowers, limits = ("add", "minimum", "_to_copy"), ("clamp", "clamp_min", "maximum")
+        most = 0.0 if term.name in lowers else FORBIDDEN
+        if term.name not in (*lowers, *limits) or any(number > most for number in bounds):
             raise Untranslatable(term, "of a bias")
 
     def _of_integers(self, term: Apply, args: list[Any]) -> Any:

@@ -11,7 +11,7 @@ LONGEST_ROW = 2**24  # tokens; token positions are exact in float32
 BOUND = 2**31  # bound on the absolute value of input integers in arithmetic
 # Entries of additive masks of at most this hide a key. That holds in floating point if the scores of a query differ by
 # less than about 9,900, which `runtime.attention.fillers` checks in every call for the mask's own numbers.
-FORBIDDEN = -1e4
+FORBIDDEN = -9984.0  # -1e4, as bfloat16 rounds it
 CERTAIN = -1e30  # entries of at most this hide a key whatever the scores, which are no such numbers
 
 

@@ -49,6 +49,14 @@ def test_an_error_of_one_rank_is_raised_on_all():
         ranks(OfMachine(100, CostModel(), (2048,))).agreed(lambda: fail(RefusalError("no mask")))
 
 
+def test_a_check_that_fails_on_one_rank_fails_on_all():
+    ranks(None).check(lambda: None)
+    with pytest.raises(RuntimeContractError, match="rank 1 of 2: large scores"):
+        ranks("large scores").check(lambda: None)
+    with pytest.raises(RuntimeContractError, match="rank 0 of 2: large scores"):
+        ranks(None).check(lambda: fail(RefusalError("large scores")))
+
+
 def test_an_error_of_all_ranks_stays_what_it_is():
     with pytest.raises(PlanError, match="mine"):
         ranks("theirs").agreed(lambda: fail(PlanError("mine")))

@@ -17,6 +17,7 @@ from dta_compile.executable.layers import AttentionLayer, MixerLayer
 
 UNDERFLOW = {torch.float64: 746.0}  # exp(-x) is zero; 104 in float32, in which half precision is summed, too
 ROUNDINGS = 4  # of scores and of their sums with the mask, in units of the last place
+OF_MASK = 2.0**-7  # rounding of the mask, which may have been in bfloat16
 
 
 def require_hidden(layers: Sequence[MixerLayer], fillers: Mapping[int, float], norms: torch.Tensor) -> None:
@@ -25,7 +26,7 @@ def require_hidden(layers: Sequence[MixerLayer], fillers: Mapping[int, float], n
         layer, filler = layers[number], fillers[number]
         assert isinstance(layer, AttentionLayer)
         score = min(of_queries * of_keys, layer.softcap or math.inf)
-        rounding = ROUNDINGS * torch.finfo(layer.dtype).eps * (score - filler)
+        rounding = ROUNDINGS * torch.finfo(layer.dtype).eps * (score - filler) - OF_MASK * filler
         if 2 * score + UNDERFLOW.get(layer.dtype, 104.0) + rounding >= -filler:
             raise RefusalError(
                 "attention has scores so large that the number in its mask may not hide keys",

@@ -76,7 +76,7 @@ class PathStack:
         self.token_states = PathStates([layer.states for layer in layers], capacity, device)
         self.states = self.token_states.of_layers
         self.fillers: Mapping[int, float] = {}
-        self.norms = torch.zeros(len(layers), 2, dtype=torch.float64, device=device)
+        self.norms = torch.empty(len(layers), 2, dtype=torch.float64, device=device)
         self._latest: tuple[ChunkShape, int, Reach] | None = None
         self.running = {
             number: RunningStates(layer.running, device)
@@ -91,7 +91,8 @@ class PathStack:
     def watch(self, fillers: Mapping[int, float]) -> None:
         """Measure the queries and keys of these layers from now on, and forget what was measured."""
         self.fillers = fillers
-        self.norms.zero_()
+        if fillers:
+            self.norms.zero_()
 
     def require_hidden(self) -> None:
         """Raise `RefusalError` unless masks have hidden their keys from all chunks so far; synchronises the device."""

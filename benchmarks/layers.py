@@ -14,6 +14,7 @@ import argparse
 import ctypes
 import gc
 import itertools
+import json
 import statistics
 import subprocess
 import sys
@@ -46,7 +47,9 @@ def workload(seed: int, is_sharded: bool) -> Workload:
     return Workload("layers", "layers", "", VOCABULARY, build(TREES[is_sharded], VOCABULARY, seed))
 
 
-def prepared(method: str, layers: int, dtype: torch.dtype, policy: str, workloads: list[Workload]) -> Any:
+def prepared(
+    method: str, layers: int, dtype: torch.dtype, policy: str, options: dict[str, Any], workloads: list[Workload]
+) -> Any:
     """Return the model, its steps and a function that says what the plan of the last one predicted."""
     torch.manual_seed(0)
     config = Qwen3Config(**SHAPE, head_dim=64, num_hidden_layers=layers, vocab_size=VOCABULARY, use_cache=False)
@@ -59,7 +62,7 @@ def prepared(method: str, layers: int, dtype: torch.dtype, policy: str, workload
     if method in ("packed", "eager"):
         prepare = (sparse_checkpoint if method == "packed" else checkpoint)(model)
         return model, [prepare(batch) for batch in workloads], lambda: 0
-    options = {"memory_budget": 0, "sweep": "chunks" if method == "whole" else "auto"}
+    options = {"memory_budget": 0, "sweep": "chunks" if method == "whole" else "auto", **options}
     function, _ = compile_logprobs(model, method, "dta", options)
 
     def step(batch: Workload) -> Step:
@@ -106,7 +109,7 @@ def measure(arguments: argparse.Namespace) -> None:
     batches = [workload(10 * seed + rank, arguments.ranks > 1) for seed in range(2)]
     dtype = getattr(torch, arguments.dtypes)
     model, (warm_up, step), plan_of = prepared(
-        arguments.methods, int(arguments.layers), dtype, arguments.policy, batches
+        arguments.methods, int(arguments.layers), dtype, arguments.policy, json.loads(arguments.options), batches
     )
     if arguments.optimizer:
 
@@ -159,6 +162,7 @@ def main() -> int:
     parser.add_argument("--layers", default="24", help="default: %(default)s")
     parser.add_argument("--dtypes", default="float32", help="of the model; default: %(default)s")
     parser.add_argument("--policy", default="", help="'mixed': FSDP2 computes in bfloat16")
+    parser.add_argument("--options", default="{}", help="further options of ours, such as '{\"groups\": 4}'")
     parser.add_argument("--optimizer", action="store_true", help="update each parameter as its gradient arrives")
     parser.add_argument("--ranks", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--repetitions", type=int, default=1, help="timed steps; default: %(default)s")

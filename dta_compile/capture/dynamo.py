@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch._dynamo
 from torch import fx
+from torch._dynamo import utils
 from torch._dynamo.cache_size import _has_same_id_matched_objs
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -321,6 +322,24 @@ def _with_preparations(run: Callable[[Any], None]) -> Callable[[Any], None]:
     return run_prepared
 
 
+def _without_buckets(mode: Callable[[], str]) -> Callable[[], str]:
+    """Wrap Dynamo's choice of how to compile a module of DDP: by default it cuts the graph at the bounds of buckets.
+
+    Our graphs stay whole. In a sweep of stages each layer hands out its gradients as it is done, so that buckets are
+    reduced while layers below go backward.
+    """
+
+    @functools.wraps(mode)
+    def mode_for_backend() -> str:
+        chosen, wrapper = mode(), _calling_self("CatchErrorsWrapper")
+        is_cut = chosen == "ddp_optimizer" and wrapper is not None
+        if is_cut and is_ours(wrapper._torchdynamo_orig_backend._torchdynamo_orig_backend):
+            return "no_optimization"
+        return chosen
+
+    return mode_for_backend
+
+
 def _guard_hooks(guards: Any) -> None:
     """Guard that modules get no hooks later, since by default Dynamo reads hooks only while it traces."""
     for guard in list(guards):
@@ -350,6 +369,7 @@ def _no_collections() -> Iterator[None]:
 
 if not hasattr(InstructionTranslator.run, "__wrapped__"):
     InstructionTranslator.run = _with_preparations(InstructionTranslator.run)  # type: ignore[assignment,method-assign]
+    utils.get_optimize_ddp_mode = _without_buckets(utils.get_optimize_ddp_mode)
 
 
 def _modules_at_hand(translator: Any) -> Iterator[torch.nn.Module]:

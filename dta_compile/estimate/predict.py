@@ -212,7 +212,7 @@ def estimate(
     """
     ranks, usable = ranks or Ranks(), USABLE * device.memory
     factor = device.uncertainty if cost is None else CALIBRATED
-    step = _Step(shape, ranks, options, cost or cost_of(shape, device), (1 / factor, factor))
+    step = _Step(shape, ranks, options, cost or cost_of(shape, device), (1 / factor, factor), device.memory)
     for batches in (*BATCHES, 1):  # back to one batch if nothing fits
         step.take(_largest(sequences, ranks.count * batches), batches)
         least = {sweep: step.planned(sweep, "nothing kept", 0) for sweep in step.sweeps}
@@ -268,17 +268,27 @@ class _Step:
 
     Attributes:
         sweeps: sweeps to choose from.
+        room: bytes that hidden states between layers may take before a tree is swept in groups of subtrees.
         tree, heads: prefix tree and `head_starts` of one micro-batch (see `take`).
     """
 
     def __init__(
-        self, shape: ModelShape, ranks: Ranks, options: Options, cost: CostModel, factors: tuple[float, float]
+        self,
+        shape: ModelShape,
+        ranks: Ranks,
+        options: Options,
+        cost: CostModel,
+        factors: tuple[float, float],
+        memory: float,
     ) -> None:
         self.shape, self.ranks, self.options, self.cost, self.factors = shape, ranks, options, cost, factors
         self.sweeps = SWEEPS if options.sweep == "auto" else (options.sweep,)
         self.footprint = footprint_of(shape)
         self.parts = parts_of(shape, ranks)
         self.sums = ranks.summed(shape.parameters)
+        of_part = max(part.sums for part in self.parts)
+        free = memory - ranks.held(shape) - ranks.gathered(shape, "stages") - of_part
+        self.room = max(free, 0.0) * BUDGET_SHARE
         self.take([], 1)
 
     def take(self, sequences: Sequence[Recorded], batches: int) -> None:
@@ -292,13 +302,16 @@ class _Step:
         footprint, most = (self.footprint, BY_CHUNKS) if sweep == "chunks" else (self.parts[0].footprint, BY_STAGES)
         sizes = chunk_sizes(math.inf if budget is None else budget, footprint.graph_token, most)
         limits = Limits(budget, self.footprint, self.cost, self.heads, sizes, self.sums, self.parts)
+        if sweep == "stages" and budget is not None:
+            limits = dataclasses.replace(limits, room=self.room)
         plan = make_plan(self.tree, options, limits=limits)
         parts, stack = limits.parts_of(sweep), plan.simulation.peak_stack_tokens
         first, second = bytes_of_halves(plan.prefix_tree, plan.schedule, parts, stack, plan.limits.head_starts)
         # KV gradients are float32 sums, wider than the KV that `bytes_of_halves` counts for them.
         second += stack * max(part.footprint.kv_token for part in parts) * (SUM / NUMBER - 1)
+        groups = len(plan.schedule.groups)
         prediction = Prediction(
-            f"{sweep}, {name}",
+            f"{sweep}, {name}" + (f", {groups} groups of subtrees" if groups else ""),
             self.batches * plan.estimates.seconds,
             self.ranks.held(shape) + self.ranks.gathered(shape, sweep) + max(first, second),
             self.batches * plan.simulation.recomputed_tokens,
@@ -367,6 +380,7 @@ def parts_of(shape: ModelShape, ranks: Ranks) -> tuple[PartBytes, ...]:
             footprint,
             ranks.summed(shape.layer + outside.get(number, 0)),
             shape.hidden * float(NUMBER) if number < last else 0.0,
+            reduced=ranks.summed(shape.layer) if ranks.holders > 1 else 0.0,
         )
         for number in range(shape.layers)
     )

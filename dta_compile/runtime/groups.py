@@ -74,6 +74,10 @@ class GroupSweep:
 
     def backward(self, number: int, parameters: Sequence[torch.Tensor]) -> Gradients:
         """Run the backward of a part of the first group; return the gradients of its parameters, of all groups."""
+        if number < self.first:  # its parameters get no gradient, but their groups may wait for a reduction
+            if self.layers is not None:
+                self.layers.begin_backward(number)
+            return [None] * len(parameters)
         assert self.group is not None, "the node of the outputs goes backward first"
         self.group.runs[number].sums = self.sums.pop(number, None)
         gradients = self.group.backward(number, self.grads, parameters)

@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
 
 from dta_compile import distributed
 from dta_compile.errors import OptionError, RefusalError, RuntimeContractError
 from dta_compile.plan import CostModel
+from dta_compile.runtime.transparent import TreeRun
 from tests.support import distributed_worker
 from tests.support.tiny import SMALL_CHUNKS, TinyLM, shared_ids, weighted
 
@@ -69,6 +71,30 @@ def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_buckets_are_reduced_while_layers_below_go_backward(one_rank, monkeypatch):
+    torch.compiler.reset()
+    events, backward = [], TreeRun.backward
+    model = TinyLM(layers=3)
+    compiled = torch.compile(model, backend="dta", options={**SMALL_CHUNKS, "sweep": "stages"})
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1000)
+    parallel = DistributedDataParallel(compiled, bucket_cap_mb=0.001)
+
+    def reduce(_, bucket):
+        events.append("reduced")
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    parallel.register_comm_hook(None, reduce)
+    monkeypatch.setattr(TreeRun, "backward", lambda run, *args: events.append(run.number) or backward(run, *args))
+    for _ in range(2):  # buckets follow the order in which the first gradients came
+        events.clear()
+        weighted(parallel(shared_ids())).backward()
+    parts = [event for event in events if event != "reduced"]
+    assert parts == sorted(parts, reverse=True) and len(parts) > 3
+    assert all("reduced" in events[events.index(part) : events.index(part - 1)] for part in parts[:-1])
 
 
 def in_parts(model):

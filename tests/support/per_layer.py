@@ -211,6 +211,38 @@ def layer_by_layer() -> None:
     both(models, lambda forward: weighted(forward(own_ids())).backward())
 
 
+def groups_of_subtrees() -> None:
+    """Check groups of subtrees: layers are reduced with every group, as many on every rank, and hooks run once."""
+    options = {**SMALL_CHUNKS, "memory_budget": 0, "groups": 2 + dist.get_rank()}
+    models = pair(compile_options=options)
+    _, model, compiled = models
+    for seed in (1, 2, 3):
+        both(models, lambda forward, seed=seed: weighted(forward(own_ids(seed))).backward())
+    assert len(dta_compile.last_plan(compiled).schedule.groups) == 1 + dist.get_world_size()
+    both(models, functools.partial(crossed, order=(0, 1)))
+    called: list[str] = []
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(functools.partial(lambda name, _: called.append(name), name))
+        for name, parameter in model.named_parameters()
+    ]
+    with (
+        mock.patch.object(group, "foreach_all_gather", wraps=group.foreach_all_gather) as gathered,
+        mock.patch.object(group, "foreach_reduce", wraps=group.foreach_reduce) as reduced,
+    ):
+        weighted(compiled(own_ids())).backward()
+    for hook in hooks:
+        hook.remove()
+    groups = 1 + dist.get_world_size()
+    assert sorted(called) == sorted(name for name, _ in model.named_parameters())
+    # The first layer is gathered three times a group; the second is in the last part, which goes forward once.
+    assert (gathered.call_count, reduced.call_count) == (5 * groups + 1, 2 * groups + 1)
+    model.zero_grad()
+    none = torch.zeros(own_ids().shape, dtype=torch.bool) if dist.get_rank() else torch.ones(own_ids().shape).bool()
+    weighted(compiled(own_ids(), none)[none]).backward()  # a rank without tokens still takes part
+    model.zero_grad()
+    both(models, lambda forward: weighted(forward(own_ids())).backward())
+
+
 def failures(sweep: str) -> None:
     """Check that a failing call, or a backward that fails half-way, leaves no trace in later calls."""
     models = pair(compile_options={**SMALL_CHUNKS, "sweep": sweep})
@@ -352,6 +384,7 @@ SCENARIOS = {
     "per layer, failures": ((2,), lambda: failures("auto")),
     "per layer, failures with all gathered": ((2,), lambda: failures("chunks")),
     "per layer, layer by layer": ((2,), layer_by_layer),
+    "per layer, groups of subtrees": ((2, 4), groups_of_subtrees),
     "per layer, mixed precision": ((4,), mixed_precision),
     "per layer, streaming": ((4,), streams),
     "per layer, rows as they are": (

@@ -7,6 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 import dta_compile
 from dta_compile.options import Options
 from dta_compile.runtime.calls.executor import Executor
+from tests.support.groups import in_groups
 from tests.support.inside import inside
 from tests.support.tiny import TinyLM, after, assert_same
 
@@ -94,6 +95,26 @@ def test_the_predicted_peak_of_a_sweep_of_stages_is_the_measured_one(budget):
         predicted = dta_compile.last_plan(compiled).estimates.peak_bytes
         assert predicted == pytest.approx(measured, rel=0.12), tree
         assert bool(budget) == (dta_compile.last_plan(compiled).schedule.of_part(6).keeps)
+
+
+def test_the_predicted_peak_of_groups_is_the_measured_one(monkeypatch):
+    torch._dynamo.reset()
+    in_groups(monkeypatch)
+    model = TinyLM(width=128, layers=4)
+    model.position = torch.nn.Embedding(512, 128).double()
+    options = {"sweep": "stages", "memory_budget": 0, "verify": "off"}
+    compiled = torch.compile(model, backend="dta", options=options)
+
+    def step(ids):
+        compiled(ids).square().sum().backward()
+        model.zero_grad()
+
+    for tree in ((200, 16, 40), (0, 9, 150)):  # prefix, rows, suffix
+        ids = batch(*tree)
+        step(ids)
+        measured = allocated_at_the_peak(step, ids)
+        plan = dta_compile.last_plan(compiled)
+        assert plan.schedule.groups and plan.estimates.peak_bytes == pytest.approx(measured, rel=0.2), tree
 
 
 def test_without_a_budget_memory_does_not_grow_with_the_branches():

@@ -48,6 +48,7 @@ from dta_compile.passes.lowering.gradient_flow import (
     was_written,
     whole,
 )
+from dta_compile.passes.lowering.next_tokens import pair_next_tokens
 from dta_compile.passes.lowering.one_length import OneLength
 from dta_compile.passes.lowering.places.kept_places import keep_places, unflatten_places
 from dta_compile.passes.lowering.places.row_products import batch_row_products
@@ -102,6 +103,7 @@ def lower(program: Program) -> None:
     keep_places(module.graph)
     unflatten_places(module.graph)
     _forget_counts(module.graph, program)
+    pair_next_tokens(module.graph, _inputs(module, program, *TRAINED))
     shifts_to_mixers(module.graph, _inputs(module, program, *TRAINED))
     sizes_from_inputs(module.graph)
     merge_equal_values(module.graph, _inputs(module, program, *TRAINED))

@@ -62,7 +62,8 @@ def pair_next_tokens(graph: fx.Graph, parameters: Collection[fx.Node]) -> None:
     others = [node for node in calls if batch_and_tokens(node) == (batch, tokens - 1)]
     if not tokens.is_Symbol or not others:
         return
-    with_gradient, read = descendants(graph, parameters), ancestors(others)
+    with_gradient = descendants(graph, parameters)
+    read = ancestors(others) - ancestors([node for node in calls if node not in others])
     pairs = _Pairs(graph, batch, tokens, with_gradient)
     nodes = [node for node in graph.nodes if node in read]
     if not any(pairs.is_shift(node) and node in with_gradient for node in nodes):

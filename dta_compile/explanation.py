@@ -14,6 +14,7 @@ from dta_compile.errors import PlanError, RefusalError
 from dta_compile.executable.executable import ChunkInput, Executable, FrontierValue
 from dta_compile.executable.layers import AttentionLayer
 from dta_compile.executable.masks import MaskProgram
+from dta_compile.ops.attention import OVER_CHOSEN
 from dta_compile.plan import Plan
 from dta_compile.program_cache.cache import FOUND
 from dta_compile.proofs.mask_class import MaskClass
@@ -144,11 +145,16 @@ def _token_ids(call: PlannedCall) -> list[Any] | None:
 
 def _attention(executable: Executable, masks: Sequence[MaskClass | MaskProgram]) -> tuple[str, ...]:
     kinds = collections.Counter(
-        f"{mask}{_read_at_every_call(layer)}; {layer.kv_heads} KV heads of {layer.key_dim}, "
+        f"{_over_chosen(layer)}{mask}{_read_at_every_call(layer)}; {layer.kv_heads} KV heads of {layer.key_dim}, "
         f"{str(layer.dtype).removeprefix('torch.')}"
         for layer, mask in zip(executable.attention, masks, strict=True)
     )
     return tuple(f"{count} layers: {kind}" for kind, count in kinds.items())
+
+
+def _over_chosen(layer: AttentionLayer) -> str:
+    """Name what chooses keys, or reads chosen ones."""
+    return "" if layer.mixer in OVER_CHOSEN else f"{layer.mixer.name}, "
 
 
 def _other_mixers(executable: Executable) -> list[str]:

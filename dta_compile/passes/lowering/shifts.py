@@ -348,6 +348,13 @@ class _Shifts:
         )
 
 
+def shifted(node: fx.Node, dim: int, batch: sympy.Expr, tokens: sympy.Expr) -> fx.Node:
+    """Return a value of all tokens along a dimension, shifted by a token; the first token keeps its own."""
+    shifts = _Shifts(node, dim, batch, tokens, set())
+    with node.meta["val"].fake_mode:  # for constructors
+        return shifts._first(1, _Extended(node), _Extended(shifts._shifted(node, 1), 1)).node
+
+
 def _value(arg: Any) -> Any:
     return arg.meta["val"] if isinstance(arg, fx.Node) else arg
 

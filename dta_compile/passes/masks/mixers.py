@@ -120,6 +120,11 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
             "compute it inside the compiled function; if the model broke into several graphs, remove the graph break"
             " (stages of a pipeline cannot run over a tree)"
         )
+        if "of another batch" in mixed.reason:
+            hint = (
+                "further layers run over all tokens, or over all but one if they pair each token with the next,"
+                " h[:, :-1] with ids[:, 1:], and attend causally (is_causal=True, no mask)"
+            )
     elif LEARNED_PROMPT in mixed.reason:
         return RefusalError(
             "a learned prompt stands among the tokens: it has no token ids, which rows could be told apart by",

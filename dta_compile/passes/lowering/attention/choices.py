@@ -74,7 +74,7 @@ def _topk_of(node: fx.Node) -> fx.Node | None:
     if node.target not in SCATTERS or not isinstance(node.args[2], fx.Node):
         return None
     base, dim, index = node.args[:3]
-    while index.target in CASTS | COPIES:
+    while index.target in CASTS | COPIES and index.meta["val"].dtype in (torch.int32, torch.int64):
         index = index.args[0]
     is_last = dim % max(len(sizes(node)), 1) == len(sizes(node)) - 1
     is_number = number_of(base) is not None and _value(node) is not None

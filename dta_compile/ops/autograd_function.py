@@ -1,8 +1,8 @@
 """Opaque calls of a user's `torch.autograd.Function`, whose backward need not be the derivative of its forward.
 
 Lowering traces such a call as one opaque operator over its tensors; afterwards a submodule of the graph runs the
-function with the user's own backward. It has no token rule: a call on values of tokens lands in the epilogue, and a
-call on weights alone in the token region, like any other operator on weights.
+function with the user's own backward. It has a token rule only if it is pointwise: else a call on values of tokens
+lands in the epilogue, and a call on weights alone in the token region, like any other operator on weights.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class AutogradFunctionCall(torch.nn.Module):
         self.template = [_placeholder(arg) for arg in self.template]
         self.present: list[bool] = []
         self.returns_tuple = False
+        self.is_pointwise = False  # in both directions, with a backward that is linear in the gradients
+        self.is_linear = False
         self.draws = self._is_impure = False  # FX keeps unused calls of modules with `_is_impure`
 
     def forward(self, tensors: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
@@ -56,6 +58,20 @@ class AutogradFunctionCall(torch.nn.Module):
         self.returns_tuple = isinstance(results, (tuple, list))
         self.present = [isinstance(result, torch.Tensor) for result in _as_tuple(results)]
         return [result.clone() for result in _as_tuple(results) if isinstance(result, torch.Tensor)]
+
+    def outputs(self, tensors: list[torch.Tensor], sizes: list[Any]) -> tuple[list[Any], Any]:
+        """Run the forward on fake tensors; return its outputs and what it saves."""
+        results, saved = fx.Interpreter(self.forward_graph).run(*self._arguments(tensors, sizes))
+        return list(_as_tuple(results)), saved
+
+    def gradients(self, of_outputs: list[Any], saved: Any) -> list[Any]:
+        """Run the backward on fake tensors."""
+        return list(_as_tuple(fx.Interpreter(self.backward_graph).run(*of_outputs, *saved)))
+
+    def mark_pointwise(self) -> None:
+        """Take the function for pointwise; it gets no sizes, on which nothing depends."""
+        self.is_pointwise = True
+        self.template = [1 if arg is torch.SymInt else arg for arg in self.template]
 
     def _arguments(self, tensors: list[torch.Tensor], sizes: list[Any]) -> Iterator[Any]:
         tensor, size = iter(tensors), iter(sizes)
@@ -99,6 +115,12 @@ def embed(module: fx.GraphModule) -> None:
             call.meta = dict(node.meta)
             node.replace_all_uses_with(call)
             module.graph.erase_node(node)
+
+
+def custom_function(node: fx.Node) -> AutogradFunctionCall | None:
+    """Return the call that a node stands for, if it is one of a custom function."""
+    module = node.graph.owning_module.get_submodule(node.target) if node.op == "call_module" else None
+    return module if isinstance(module, AutogradFunctionCall) else None
 
 
 def _placeholder(arg: Any) -> Any:

@@ -23,15 +23,16 @@ def tracing(mode: FakeTensorMode | None) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if mode is not None:
             stack.enter_context(mode)
-            stack.enter_context(_set(mode, "cache_enabled", False))
+            stack.enter_context(attribute_set(mode, "cache_enabled", False))
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(fx.traceback.preserve_node_meta())
-        stack.enter_context(_set(proxy_tensor, "_extract_tensor_metadata", lambda value: None))
+        stack.enter_context(attribute_set(proxy_tensor, "_extract_tensor_metadata", lambda value: None))
         yield
 
 
 @contextlib.contextmanager
-def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute for the length of a block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

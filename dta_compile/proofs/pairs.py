@@ -143,7 +143,7 @@ class _Reader:
     def _blocks(self) -> Iterator[tuple[int, slice]]:
         """Yield rows of the batch with slices of queries: as many as caches of CPUs hold, or as need few kernels."""
         size = self.values.shape[-1]
-        step = max(1, (1 << (18 if self.values.device.type == "cpu" else 26)) // size)
+        step = max(1, (1 << (22 if self.values.device.type == "cpu" else 26)) // size)
         for row in range(len(self.values)):
             yield from ((row, slice(start, start + step)) for start in range(0, size, step))
 

@@ -1,6 +1,7 @@
 """A user's `torch.autograd.Function` inside the compiled function is kept whole, with its own backward."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dta_compile
+from dta_compile.errors import RefusalError
 
 VOCABULARY = 32
 
@@ -137,3 +139,78 @@ def test_a_function_of_weights_runs_in_every_chunk(options):
     assert len(found[0]) == len(found[1])
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(theirs, mine, rtol=1e-9, atol=1e-9)
+
+
+class Gelu(torch.autograd.Function):
+    """As bloom has it, straight through where it is small, and zero where it is large."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 0.5 * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * x * (1 + 0.044715 * x * x)))
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        slope = torch.where(x.abs() < 0.1, torch.ones_like(x), 0.5 + 0.3 * x.tanh())
+        return -(-grad / 2 + grad * slope).masked_fill(x > 1, 0.0)
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clamp(-0.05, 0.05)
+
+
+class Centred(Clipped):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad - grad.mean(1, keepdim=True)
+
+
+class Functions(FusedHead):
+    def __init__(self, of_tokens, of_weights=torch.clone) -> None:
+        super().__init__()
+        self.of_tokens, self.of_weights = of_tokens, of_weights
+        self.double()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.of_tokens(self.tokens(ids))
+        mixed = F.linear(x, self.of_weights(self.qkv.weight), self.qkv.bias)
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in mixed.chunk(3, -1))
+        return self.head(x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def shared_ids() -> torch.Tensor:
+    ids = torch.randint(VOCABULARY, (4, 9))
+    ids[:, :5] = ids[0, :5]
+    return ids
+
+
+def test_a_pointwise_function_of_tokens_runs_over_the_tree():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, ids = Functions(lambda x: Gelu.apply(x.flatten(0, 1)).view_as(x)), shared_ids()
+    compiled = torch.compile(model, backend="dta", options={"chunk_size": 3})
+    found = [torch.autograd.grad(run(ids).sin().sum(), list(model.parameters())) for run in (model, compiled)]
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(theirs, mine, rtol=1e-9, atol=1e-9)
+    assert dta_compile.last_plan(compiled).stats.compression > 1
+
+
+@pytest.mark.parametrize(
+    ("functions", "words"),
+    [
+        ((Clipped.apply,), "no token-wise rule"),
+        ((Centred.apply,), "no token-wise rule"),
+        ((torch.clone, Clipped.apply), "not linear in the gradients"),
+    ],
+)
+def test_gradients_that_cannot_be_taken_chunk_by_chunk_are_refused(functions, words):
+    torch._dynamo.reset()
+    with pytest.raises(RefusalError, match=words):
+        torch.compile(Functions(*functions), backend="dta")(shared_ids())

@@ -166,14 +166,14 @@ def data_write(block, x, q, k, v):
     return x.sin()
 
 
-class StraightThrough(torch.autograd.Function):
+class Clipped(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        return x.round()
+        return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        return grad
+        return grad.clamp(-1, 1)
 
 
 def assigned_data(block, x, q, k, v):
@@ -187,8 +187,8 @@ def hook_on_a_gradient(block, x, q, k, v):
     return x
 
 
-def straight_through(block, x, q, k, v):
-    return StraightThrough.apply(x)
+def clipped_gradient(block, x, q, k, v):
+    return Clipped.apply(x)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def straight_through(block, x, q, k, v):
         ),
         (assigned_data, "the model assigns to the .data of a tensor"),
         (hook_on_a_gradient, "a hook on the gradient of a value"),
-        (straight_through, "`x + (y - x).detach()` has the value of y and the gradient of x"),
+        (clipped_gradient, "`x + (y - x).detach()` has the value of y and the gradient of x"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

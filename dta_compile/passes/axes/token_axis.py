@@ -16,7 +16,9 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.executable.layouts import Axis, Flat, Frame, Input, InputKind, Layout
+from dta_compile.ops.autograd_function import custom_function
 from dta_compile.ops.mixer import MIXERS
+from dta_compile.passes.axes.custom_functions import mark_custom_functions
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule, batch_and_tokens, mixer_calls
 from dta_compile.passes.axes.position_tables import index_position_tables
 from dta_compile.passes.axes.shape_rules import FLATTENED
@@ -48,6 +50,7 @@ def token_axis(program: Program) -> None:
     """Fill `program.batch`, `.tokens`, `.values`, `.parameter_dependent`, `.roots`,
     `.input_layouts` and `.other_batches`."""
     _find_axes(program)
+    mark_custom_functions(program)
     index_position_tables(program)
     values: dict[fx.Node, Value] = {}
     roots: dict[fx.Node, frozenset[fx.Node]] = {}
@@ -280,7 +283,7 @@ def apply_rule(
         return repeated
     if not any(layout.labelled for layout in layouts.values()) and mixer is None:
         return _without_axes(program, node)
-    rule = rule_for(node.target)
+    rule = pointwise if (function := custom_function(node)) and function.is_pointwise else rule_for(node.target)
     if rule is None:
         return Mixed(f"{node.target} has no token-wise rule", node)
     arguments = Arguments(layouts, dense=lambda arg: arg not in program.parameter_dependent)
@@ -347,6 +350,11 @@ def _repeated_for_tokens(program: Program, node: fx.Node, layouts: dict[fx.Node,
 def _without_axes(program: Program, node: fx.Node) -> Value:
     """An operator on values without batch or token axis (weights): its result has none either, or it is no weight."""
     shaped = layout_by_shape(program, node)
+    function = custom_function(node)
+    if node in program.parameter_dependent and function is not None and not function.is_linear:
+        return Mixed(
+            f"the backward of {node.target} is not linear in the gradients, which it gets chunk by chunk", node
+        )
     if node in program.parameter_dependent and is_labelled(shaped):
         return Mixed(f"{node.target} gives a weight a batch or token axis, {LEARNED_PROMPT}", node)
     return shaped

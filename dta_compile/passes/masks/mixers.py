@@ -137,7 +137,8 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
     elif mixed.node.op == "call_module":
         hint = (
             "write its forward with torch's operators: `x + (y - x).detach()` has the value of y and the gradient of x"
-            " (on weights alone, and after the last attention, torch.autograd.Function runs as it is)"
+            " (torch.autograd.Function runs as it is after the last attention, on weights alone if its backward is"
+            " linear in the gradients, and elsewhere if both directions are pointwise as well)"
         )
     elif any(word in name for word in ("dropout", "bernoulli")):
         return RefusalError(

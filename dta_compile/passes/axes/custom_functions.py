@@ -1,0 +1,125 @@
+"""Derive what calls of a user's `torch.autograd.Function` may do over a tree from the operators of both directions.
+
+Chunks give a function the gradients of a shared value as parts or sums of what eager execution gives it, call by call:
+backward has to be linear in them. On values of tokens, both directions have to be pointwise, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dta_compile.ops.autograd_function import AutogradFunctionCall, custom_function
+from dta_compile.passes.axes.token_rules import pointwise, rule_for
+from dta_compile.passes.graphs.operators import SAME_ENTRIES
+from dta_compile.passes.program import Program
+from dta_compile.passes.symbols import expression
+from dta_compile.passes.tracing import attribute_set, tracing
+
+aten = torch.ops.aten
+Shape = tuple[sympy.Expr, ...]
+
+# Linear in the first argument, if no other one depends on the gradient.
+OF_FIRST = SAME_ENTRIES | {aten.neg.default, aten.div.Tensor, aten.sum.default, aten.sum.dim_IntList, aten.mean.dim}
+# Linear in either of two arguments, if the other one does not depend on the gradient.
+OF_EITHER = frozenset({aten.mul.Tensor, aten.mm.default, aten.bmm.default})
+# Linear in their tensors together; `where` has a condition in front.
+OF_ALL = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default, aten.where.self})
+WRITES_ZERO = frozenset({aten.masked_fill.Scalar, aten.masked_fill_.Scalar})
+ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default})
+NUMBERS = frozenset({aten.scalar_tensor.default, aten.full.default, aten.full_like.default})
+
+CONSTANTS = ZEROS | NUMBERS | {aten.ones_like.default}
+
+
+def mark_custom_functions(program: Program) -> None:
+    """Mark calls of custom functions as linear and pointwise; pointwise ones get no sizes, on which nothing depends."""
+    for node in program.graph.nodes:
+        if (call := custom_function(node)) is None:
+            continue
+        derivation = _derive(call, node)
+        call.is_linear = derivation.is_linear
+        if derivation.is_linear and derivation.is_pointwise and not call.draws:
+            call.mark_pointwise()
+            node.args = (node.args[0], [])
+
+
+@torch.no_grad()
+def _derive(call: AutogradFunctionCall, node: fx.Node) -> _Derivation:
+    tensors, sizes = pytree.tree_map_only(fx.Node, lambda arg: arg.meta["val"], node.args)
+    derivation, mode = _Derivation(tuple(map(expression, tensors[0].shape))), tensors[0].fake_mode
+    with tracing(mode), attribute_set(mode, "allow_non_fake_inputs", True):
+        with derivation:
+            outputs, saved = call.outputs(tensors, sizes)
+        gradients = [output.clone() if isinstance(output, torch.Tensor) else output for output in outputs]
+        derivation.follow(_tensors(gradients))
+        with derivation:
+            results = call.gradients(gradients, saved)
+    derivation.finish([*tensors, *outputs], results)
+    return derivation
+
+
+class _Derivation(TorchDispatchMode):
+    """Mode that follows the operators of a function over fake tensors.
+
+    Attributes:
+        is_pointwise: all tensors have one shape, or are scalars, and all operators are pointwise with constant numbers.
+        is_linear: all that depends on the followed gradients is linear in them.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape, self.is_pointwise, self.is_linear = shape, True, True
+        self.linear: dict[int, torch.Tensor] = {}
+        self.zero: dict[int, torch.Tensor] = {}
+
+    def follow(self, gradients: list[torch.Tensor]) -> None:
+        """Begin with the backward of these gradients."""
+        self.linear = {id(gradient): gradient for gradient in gradients}
+
+    def finish(self, values: list[Any], gradients: list[Any]) -> None:
+        """Take arguments and results of forward, and the results of backward, into account."""
+        results = [gradient for gradient in gradients if isinstance(gradient, torch.Tensor)]
+        self.is_linear &= all(map(self._is_linear, results))
+        self.is_pointwise &= not any(tensor.dim() == 0 or self._is_other(tensor) for tensor in _tensors(values))
+        self.is_pointwise &= not any(tensor.dim() == 0 or self._is_other(tensor) for tensor in results)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        values = pytree.tree_leaves((args, kwargs, result))
+        is_pure = func in CONSTANTS or (not func._schema.is_mutable and rule_for(func) is pointwise)
+        self.is_pointwise &= is_pure and not any(map(self._is_other, values))
+        if any(id(value) in self.linear for value in values):
+            self.is_linear &= self._keeps_linear(func, args) and all(t.is_floating_point() for t in _tensors(result))
+            self.linear |= {id(tensor): tensor for tensor in _tensors(result)}
+        elif func._schema.is_mutable:
+            self.zero.clear()
+        elif func in ZEROS or (func in NUMBERS and args[-1] == 0):
+            self.zero |= {id(tensor): tensor for tensor in _tensors(result)}
+        return result
+
+    def _is_other(self, value: Any) -> bool:
+        if isinstance(value, torch.Tensor):
+            return value.dim() > 0 and tuple(map(expression, value.shape)) != self.shape
+        return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+    def _is_linear(self, value: Any) -> bool:
+        return id(value) in self.linear or id(value) in self.zero
+
+    def _keeps_linear(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Return whether the results of an operator are linear in the gradients that some arguments depend on."""
+        if func in OF_ALL:
+            return all(map(self._is_linear, args[0] if isinstance(args[0], (list, tuple)) else args[-2:]))
+        if sum(id(tensor) in self.linear for tensor in _tensors(args)) != 1:
+            return False
+        is_first = id(args[0]) in self.linear
+        return func in OF_EITHER or (is_first and (func in OF_FIRST or (func in WRITES_ZERO and args[2] == 0)))
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]

@@ -83,6 +83,8 @@ def read_pairs(values: torch.Tensor) -> Tested:
     try:
         return _Reader(values, shown, hidden).tested()
     except UnlikePair as unlike:
+        if 2 * int((itself == hidden).sum()) <= itself.numel():
+            raise
         try:
             return _Reader(values, hidden, shown).tested()  # one sequence per row, say, and not causal
         except UnlikePair:
@@ -119,14 +121,17 @@ class _Reader:
         """Return the class of the mask. Raises `UnlikePair`."""
         if not bool(self.real.any()):
             raise UnlikePair("a mask that hides every token from itself")
+        where: tuple[int, int, int] | None = None
         for find_first in (self._first_by_bisection, self._first_by_scan):
             self.first = find_first()
-            if (where := self._pair_unlike(self._causal)) is None:
+            where = self._pair_unlike(self._causal)
+            if where is None:
                 return self._as_causal()
             if self._pair_unlike(self._within_sequence) is None:
                 begin = self.first.gather(1, self.real.view(torch.uint8).argmax(-1, keepdim=True))
                 is_packed = bool((self.real & (self.first != begin)).any())
                 return Tested(Pairs(self.shown, self.hidden, False, None, is_packed, self.filler), self.first)
+        assert where is not None
         raise UnlikePair.at(where, _wrong_pair(*where))
 
     def _as_causal(self) -> Tested:

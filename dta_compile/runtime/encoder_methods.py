@@ -100,6 +100,8 @@ class Batch:
     def kinds(self) -> tuple[list[int], list[int]]:
         """Return the first unit of each kind of equal content, and by unit its kind: see `distinct`."""
         own = [sizes for sizes in self.sizes if sizes is not None]
+        if all(len(tensor) == self.count for tensor, sizes in zip(self.tensors, self.sizes, strict=True) if sizes):
+            return distinct([tensor for tensor, sizes in zip(self.tensors, self.sizes, strict=True) if sizes])
         of_size: dict[tuple[int, ...], list[int]] = {}
         for index in range(self.count):
             of_size.setdefault(tuple(sizes[index] for sizes in own), []).append(index)

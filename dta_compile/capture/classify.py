@@ -17,6 +17,8 @@ from torch import fx
 
 from dta_compile.capture import dynamo
 from dta_compile.capture.encoded_media import EncodedMedia, without_encoders
+from dta_compile.capture.encoder_calls import encode
+from dta_compile.capture.encoder_cut import EncoderCalls, without_encoder_calls
 from dta_compile.capture.flash_attention import IN_GRAPH
 from dta_compile.capture.recurrences import hands_over_states
 from dta_compile.capture.tensor_parallel import LocalGraph, on_own_tensors
@@ -70,7 +72,7 @@ class Captured:
     own_symbols: bool
     graph_break: str | None
     local: LocalGraph | None = None
-    encoded: EncodedMedia | None = None
+    encoded: EncodedMedia | EncoderCalls | None = None
     note: str | None = None
     refusal: RefusalError | None = None
 
@@ -107,7 +109,8 @@ def _for_the_tree(graph: Captured) -> Captured:
         return dataclasses.replace(graph, kind=Kind.PLAIN, note=GENERATION)
     try:
         local = on_own_tensors(graph.module)
-        encoded = without_encoders(local.module if local else graph.module)
+        module = local.module if local else graph.module
+        encoded = without_encoder_calls(module) or without_encoders(module)
     except RefusalError as refusal:
         return dataclasses.replace(graph, kind=Kind.REFUSED, refusal=refusal)
     dynamo.unify_equal_sizes(encoded.module.graph if encoded else graph.module.graph)
@@ -127,8 +130,10 @@ def _selects_in_vain(graph: Captured) -> bool:
 
 
 def _is_training(module: fx.GraphModule) -> bool:
-    inputs = (node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder")
-    return torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs)
+    values = [node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")]
+    for call in module.graph.find_nodes(op="call_function", target=encode):
+        values += call.meta["example_value"]
+    return torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
 
 
 def captured_mixer_calls(module: fx.GraphModule) -> Iterator[tuple[Mixer, fx.Node]]:

@@ -37,6 +37,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_hook_for_recompile_user_context, register_hook_for_recompile_user_context
 from torch._dynamo.variables import builder
 from torch._guards import CompileContext
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental import _config as symbolic_shape_config
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
@@ -456,17 +457,23 @@ def unify_equal_sizes(graph: fx.Graph) -> None:
     Dynamo gives every input its own symbols until an operation proves two of them equal, which `gather` never does.
     """
     known: dict[int, list[Any]] = {0: [], 1: []}  # distinct sizes by dimension; several if there are several batches
-    for node in graph.nodes:
-        if node.op != "placeholder" or not is_data(node) or not node.users:
-            continue
-        value = node.meta["example_value"]
-        for dim, size in enumerate(value.shape[:2]):
+    data = [node for node in graph.find_nodes(op="placeholder") if is_data(node) and node.users]
+    values = [node.meta["example_value"] for node in data]
+    of_tokens = {_hints(value) for value in values if value.dim() == 2 and not value.is_floating_point()}
+    for value in values:
+        # Positions in several axes are [axes, B, S], whatever their number.
+        has_axes = value.dim() == 3 and _hints(value)[1:] in of_tokens and _hints(value)[:2] not in of_tokens
+        for dim, size in enumerate(value.shape[1:] if has_axes else value.shape[:2]):
             if isinstance(size, torch.SymInt) and value.dim() > 1 and not value.requires_grad:  # else maybe a weight
                 same = next((other for other in known[dim] if hint(other) == hint(size)), None)
                 if same is None:
                     known[dim].append(size)
                 else:
                     bool(same == size)  # adds a guard: a call where they differ is traced anew
+
+
+def _hints(value: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(map(hint, value.shape))
 
 
 def is_data(node: fx.Node) -> bool:
@@ -540,6 +547,47 @@ def _calling_self(class_name: str) -> Any | None:
             return owner
         frame = frame.f_back
     return None
+
+
+def graph_being_traced() -> fx.Graph:
+    """Return the graph that the running trace adds nodes to."""
+    graph: fx.Graph = _calling_self("InstructionTranslator").output.graph  # type: ignore[union-attr]
+    return graph
+
+
+@contextlib.contextmanager
+def outside_of_trace() -> Iterator[None]:
+    """Run code while Dynamo traces as it runs without Dynamo: on real tensors, and not told that it is compiled."""
+    was_told, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, False
+    try:
+        with unset_fake_temporarily():
+            yield
+    finally:
+        torch.compiler._is_compiling_flag = was_told
+
+
+def examples(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the values that tensors of the running trace have in the call that is being compiled."""
+    graph = graph_being_traced()
+    nodes = [node for node in graph.nodes if "example_value" in node.meta]
+    values: dict[fx.Node, Any] = {}
+
+    def value_of(node: fx.Node) -> Any:
+        if node in values:
+            return values[node]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+        if node.op == "placeholder":
+            value = node.meta["grapharg"].example
+            value = value if isinstance(value, torch.Tensor) else hint(value)
+        elif node.op == "call_method":
+            value = getattr(args[0], node.target)(*args[1:], **kwargs)
+        else:
+            value = node.target(*args, **kwargs)
+        values[node] = value
+        return value
+
+    with torch.no_grad():
+        return [value_of(next(n for n in nodes if n.meta["example_value"] is tensor)) for tensor in tensors]
 
 
 def calling_wrapper() -> Any | None:

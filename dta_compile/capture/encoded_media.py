@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from dta_compile.capture.dynamo import is_data
+from dta_compile.capture.flex_attention import eliminate_dead_code
 from dta_compile.errors import RefusalError
 from dta_compile.integrations.layer_groups import gather_all
 from dta_compile.ops.feature_tables import TABLE_ROWS
@@ -138,11 +139,11 @@ def without_encoders(module: fx.GraphModule) -> EncodedMedia | None:
     Raises:
         RefusalError: features are put at entries instead of at whole tokens.
     """
-    insertions = list(_insertions(module.graph))
-    return _Cut(module, insertions).run() if insertions else None
+    insertions = list(insertions_of(module.graph))
+    return Cut(module, insertions).run() if insertions else None
 
 
-def _insertions(graph: fx.Graph) -> Iterator[_Insertion]:
+def insertions_of(graph: fx.Graph) -> Iterator[_Insertion]:
     """Yield the nodes that put features at placeholder tokens which are not computed from the media."""
     media: dict[fx.Node, frozenset[fx.Node]] = {}  # the data that a value depends on
     for node in graph.nodes:
@@ -190,7 +191,7 @@ def _mask_of_index(index: Any) -> fx.Node | None:
     return first if isinstance(value, torch.Tensor) and value.dtype is torch.bool and value.dim() > 1 else None
 
 
-class _Cut:
+class Cut:
     """The two graphs of an `EncodedMedia`."""
 
     def __init__(self, module: fx.GraphModule, insertions: Sequence[_Insertion]) -> None:
@@ -198,28 +199,34 @@ class _Cut:
         self.features = list(dict.fromkeys(insertion.features for insertion in insertions))
 
     def run(self) -> EncodedMedia:
-        encoder, inputs = self._encoder()
+        encoder, inputs, _ = self.before(self.features)
         placeholders = self.module.graph.find_nodes(op="placeholder")
         media = [i for i, number in enumerate(inputs) if is_data(placeholders[number])]
-        return EncodedMedia(self._remaining(), encoder, inputs, media)
+        return EncodedMedia(self.remaining()[0], encoder, inputs, media)
 
-    def _encoder(self) -> tuple[fx.GraphModule, list[int]]:
-        needed, graph = ancestors(self.features), fx.Graph()
+    def before(self, outputs: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[int], dict[fx.Node, fx.Node]]:
+        """Return the graph of some nodes, the numbers of its inputs among those of the module, and its nodes."""
+        needed, graph = ancestors(list(outputs)), fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
+        switches: set[fx.Node] = set()
         inputs: list[int] = []
         placeholders = list(self.module.graph.find_nodes(op="placeholder"))
         while writes := {node for node in self.module.graph.nodes if writes_to(node) in needed and node not in needed}:
             needed |= ancestors(list(writes))
         for node in self.module.graph.nodes:
-            # Calls without arguments switch modes of autograd and autocast.
-            if node in needed or (node.op == "call_function" and not node.all_input_nodes and node.is_impure()):
+            # Calls of nothing but one another switch modes of autograd and autocast.
+            is_switch = node.op == "call_function" and node.is_impure() and switches.issuperset(node.all_input_nodes)
+            if is_switch:
+                switches.add(node)
+            if node in needed or is_switch:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
                 if node.op == "placeholder":
                     inputs.append(placeholders.index(node))
-        graph.output(tuple(copies[node] for node in self.features))
-        return fx.GraphModule(self.module, graph), inputs
+        graph.output(tuple(copies[node] for node in outputs))
+        return fx.GraphModule(self.module, graph), inputs, copies
 
-    def _remaining(self) -> fx.GraphModule:
+    def remaining(self) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+        """Return the graph that reads tables of features, and its nodes."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         graph.output(graph.graph_copy(self.module.graph, copies))
@@ -228,9 +235,9 @@ class _Cut:
         tables = {node: self._table(graph, node, i) for i, node in enumerate(self.features)}
         for insertion in self.insertions:
             self._read_table(graph, insertion, copies, *tables[insertion.features])
-        graph.eliminate_dead_code()
+        eliminate_dead_code(graph)
         module.recompile()
-        return module
+        return module, copies
 
     def _table(self, graph: fx.Graph, features: fx.Node, number: int) -> tuple[fx.Node, fx.Node]:
         value = features.meta["example_value"]

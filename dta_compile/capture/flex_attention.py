@@ -44,7 +44,7 @@ def without_flex_attention(module: fx.GraphModule) -> fx.GraphModule:
             user.replace_all_uses_with(written)
             result.graph.erase_node(user)
         result.graph.erase_node(node)
-    _eliminate_dead_code(result.graph)
+    eliminate_dead_code(result.graph)
     result.recompile()
     return result
 
@@ -91,9 +91,10 @@ def _repeated(operand: torch.Tensor, batch: Any, heads: int) -> torch.Tensor:
     return operand.expand(batch, -1, -1, -1)
 
 
-def _eliminate_dead_code(graph: fx.Graph) -> None:
+def eliminate_dead_code(graph: fx.Graph) -> None:
     """Erase unused nodes, including in-place writes to unused values and the levels of a `vmap` without used nodes."""
-    needed = ancestors([output_node(graph)])
+    effects = [node for node in graph.nodes if node.is_impure() and not _is_of_vmap(node) and writes_to(node) is None]
+    needed = ancestors([output_node(graph), *effects])
     while more := {node for node in graph.nodes if writes_to(node) in needed and node not in needed}:
         needed |= ancestors(list(more))
     maps = any(_is_of_vmap(node) for node in needed)

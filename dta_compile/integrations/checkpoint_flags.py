@@ -7,9 +7,10 @@ and restores them when it returns. `capture.dynamo` installs this.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import nn
 
@@ -18,10 +19,10 @@ HOOK = "make_inputs_require_grad"  # prefix of hooks that make embeddings requir
 
 
 class _OfThread(threading.local):
-    """For each running call of a compiled callable in this thread, innermost last: whether it hides any flag."""
+    """For each running call of a compiled callable in this thread, innermost last: modules whose flags it hides."""
 
     def __init__(self) -> None:
-        self.hidden: list[bool] = []
+        self.hidden: list[list[nn.Module]] = []
 
 
 _of_thread = _OfThread()
@@ -30,6 +31,20 @@ _of_thread = _OfThread()
 def is_hidden() -> bool:
     """Return whether gradient checkpointing is on outside the running compiled calls."""
     return any(_of_thread.hidden)
+
+
+@contextlib.contextmanager
+def shown(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore hidden flags of modules that run as they are inside of a call, such as encoders of images."""
+    hidden = {module for of_call in _of_thread.hidden for module in of_call}
+    flagged = [part for module in modules for part in module.modules() if part in hidden]
+    for part in flagged:
+        part.__dict__[FLAG] = True
+    try:
+        yield
+    finally:
+        for part in flagged:
+            part.__dict__[FLAG] = False
 
 
 class CheckpointFlags:
@@ -58,7 +73,7 @@ class CheckpointFlags:
             for key, hook in hooks.items():
                 if getattr(hook, "__name__", "").startswith(HOOK):
                     del module._forward_hooks[key]
-        _of_thread.hidden.append(bool(flagged))
+        _of_thread.hidden.append(flagged)
 
         def leave() -> None:
             _of_thread.hidden.pop()

@@ -11,33 +11,39 @@ import torch
 from dta_compile.errors import RuntimeContractError
 from dta_compile.ops.library import LIBRARY
 
-LIBRARY.define("table_rows(Tensor mask, Tensor rows) -> Tensor")
+LIBRARY.define("table_rows(Tensor mask, Tensor rows, bool exact=False) -> Tensor")
 TABLE_ROWS = torch.ops.dta.table_rows.default
 
 
 @torch.library.impl("dta::table_rows", "CompositeExplicitAutograd", lib=LIBRARY)
-def _table_rows(mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _table_rows(mask: torch.Tensor, rows: torch.Tensor, exact: bool = False) -> torch.Tensor:
     """Return `rows[k]` at the k-th true entry of `mask` in row-major order, and 0 elsewhere.
 
     Args:
         mask: bool, of any shape: whether a token is a placeholder.
         rows: int64 `[N]`: the row of the table that holds the k-th feature.
+        exact: fewer placeholders than features are an error, too.
 
     Raises:
         RuntimeContractError: there are more placeholders than features.
     """
     placeholders = int(mask.sum())
-    if placeholders > len(rows):
-        raise RuntimeContractError(
-            "there are more placeholder tokens than features of images (or other media)",
-            expected=f"at most {len(rows)} placeholder tokens, one per feature",
-            got=f"{placeholders} placeholder tokens",
-            hint="check that input ids and pixel values belong together, and that no row was cut inside of an image",
-        )
+    if placeholders > len(rows) or (exact and placeholders < len(rows)):
+        raise unequal_counts(f"{len(rows)}, one per feature", str(placeholders))
     index = torch.zeros(mask.shape, dtype=torch.int64, device=mask.device)
     return index.masked_scatter_(mask, rows.to(mask.device))
 
 
 @torch.library.register_fake("dta::table_rows", lib=LIBRARY)
-def _table_rows_fake(mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _table_rows_fake(mask: torch.Tensor, rows: torch.Tensor, exact: bool = False) -> torch.Tensor:
     return torch.empty(mask.shape, dtype=torch.int64, device=mask.device)
+
+
+def unequal_counts(expected: str, got: str) -> RuntimeContractError:
+    """Return the error for placeholder tokens and features that do not belong together."""
+    return RuntimeContractError(
+        "there are not as many placeholder tokens as features of images (or other media)",
+        expected=expected,
+        got=got,
+        hint="check that input ids and pixel values belong together, and that no row was cut inside of an image",
+    )

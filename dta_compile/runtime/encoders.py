@@ -17,6 +17,8 @@ MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # 2**64 over the golden ratio, as a sig
 BLOCK = 64  # media that are hashed or compared at a time
 ROUNDING = 1000  # times the precision of the dtype, relative to the largest feature: sums in another order
 
+WHERE = "the encoder in front of the tokens"
+
 
 class Encoder(Protocol):
     """Function from the media `[n, ...]` of a batch to feature tensors `[n * t, D]`, or `[n, t, D]`, in their order."""
@@ -139,7 +141,7 @@ def _range(table: torch.Tensor, end: int) -> torch.Tensor:
 def _rows(table: torch.Tensor, kinds: Sequence[int], encoded: int) -> torch.Tensor:
     each = len(table) // encoded
     if each * encoded != len(table):
-        raise _dependence(f"{encoded} media have {len(table)} features together")
+        raise dependence(WHERE, f"{encoded} media have {len(table)} features together")
     start = torch.tensor(kinds, device=table.device) * each
     return (start[:, None] + _range(table, each)).flatten()
 
@@ -150,18 +152,19 @@ def _require_equal(
     """Raise RefusalError unless features are these rows of the tables, up to rounding."""
     for found, table, row in zip(features, tables, rows, strict=True):
         if len(found) != len(row):
-            raise _dependence(f"{len(found)} features instead of {len(row)}")
+            raise dependence(WHERE, f"{len(found)} features instead of {len(row)}")
         known = table.detach()[row]
         largest = float(known.abs().nan_to_num(0, 0).amax()) if known.numel() else 0.0
         tolerance = ROUNDING * torch.finfo(found.dtype).eps * max(1.0, largest)
         if not torch.allclose(found, known, 0.0, tolerance, equal_nan=True):
-            raise _dependence(f"features that differ by {float((found - known).abs().max()):.2g}")
+            raise dependence(WHERE, f"features that differ by {float((found - known).abs().max()):.2g}")
 
 
-def _dependence(got: str) -> RefusalError:
+def dependence(where: str, got: str) -> RefusalError:
+    """Return the error for an encoder that cannot run once per distinct image."""
     return RefusalError(
         "features of an image (or another medium) depend on the other images of the batch",
-        where="the encoder in front of the tokens",
+        where=where,
         expected="an encoder that treats each image by itself, without dropout or batch statistics",
         got=got,
         hint="call .eval() on the encoder's dropout and batch-norm layers, or encode images outside of the function",

@@ -1,0 +1,197 @@
+"""Cut the calls of encoders and of positions out of a captured graph, to run before the tree.
+
+Encoders (`encoder_calls.encode`) run once per distinct unit; their features become tables that the remaining graph
+reads as `encoded_media` describes, and positions become inputs. Features that the graph returns come from the tables.
+`classify` calls this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile.capture.encoded_media import Cut, insertions_of
+from dta_compile.capture.encoder_calls import check_counts, encode, token_positions
+from dta_compile.capture.flex_attention import eliminate_dead_code
+from dta_compile.errors import RefusalError
+from dta_compile.integrations.layer_groups import gather_all
+from dta_compile.ops.feature_tables import TABLE_ROWS
+from dta_compile.passes.program import ancestors, output_node, where
+from dta_compile.runtime.encoder_methods import encoder_of
+
+# Calls between an encoder and the use of its features that treat each feature by itself.
+ROW_WISE = {"to", "type", "type_as", "contiguous", "float", "double", "half", "bfloat16", "detach", "clone"}
+SHAPES = {"view", "reshape", "flatten"}
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderCalls:
+    """Captured graph that is cut in two: calls of encoders and positions, and what reads their results.
+
+    Attributes:
+        module: the remaining graph; its inputs are those of the captured graph, then a table and its rows for each
+            of the feature tensors that it reads, then positions.
+        before: the graph of feature tensors and positions, over the `inputs` of the captured graph with these numbers.
+        calls: by feature tensor, the node in `before` of the encoder that made it.
+        read: how many feature tensors the remaining graph reads.
+        returned: by number of an output of the captured graph that is a feature tensor, which one.
+    """
+
+    module: fx.GraphModule
+    before: fx.GraphModule
+    inputs: Sequence[int]
+    calls: Sequence[fx.Node]
+    read: int
+    returned: Mapping[int, int]
+
+    def calling(self, run: Callable[..., Sequence[Any]], note: Callable[[str], None]) -> Callable[..., Sequence[Any]]:
+        """Wrap a callable of the remaining graph as one over the inputs of the captured graph.
+
+        Args:
+            note: is given a sentence on what was encoded, after each call.
+        """
+
+        def run_encoded(*args: Any) -> Sequence[Any]:
+            gather_all()
+            encoders = _Distinct(self.before)
+            results = encoders.run(*(args[number] for number in self.inputs))
+            features, positions = results[: len(self.calls)], results[len(self.calls) :]
+            rows = [encoders.rows[call] for call in self.calls]
+            pairs = zip(map(_table, features[: self.read]), rows, strict=False)
+            outputs = list(run(*args, *(value for pair in pairs for value in pair), *positions))
+            for number, i in self.returned.items():
+                outputs[number] = _table(features[i])[rows[i]].reshape(-1, *features[i].shape[1:])
+            for sentence in encoders.notes:
+                note(sentence)
+            return outputs
+
+        return run_encoded
+
+
+def _table(features: torch.Tensor) -> torch.Tensor:
+    return features.reshape(-1, features.shape[-1])
+
+
+class _Distinct(fx.Interpreter):
+    """Runs encoders once per distinct unit; `rows` are, by call, the rows of the whole batch's features."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.rows: dict[fx.Node, torch.Tensor] = {}
+        self.notes: list[str] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.target is not encode:
+            return super().run_node(n)
+        (handle, *tensors), _ = self.fetch_args_kwargs_from_env(n)
+        encoder = encoder_of(handle)
+        features, self.rows[n] = encoder.distinct(*tensors)
+        self.notes.append(encoder.note)
+        return features
+
+
+def without_encoder_calls(module: fx.GraphModule) -> EncoderCalls | None:
+    """Cut calls of encoders and positions out of a captured graph; return None if it has none.
+
+    Raises:
+        RefusalError: features are read in a way that is not known to read each at its placeholder token, or those of
+            an image are not the same in every batch.
+    """
+    calls = [node for node in module.graph.find_nodes(op="call_function", target=encode) if node.users]
+    positions = [*module.graph.find_nodes(op="call_function", target=token_positions)]
+    if not calls and not positions:
+        return None
+    for refusal in (encoder_of(call.args[0]).refusal for call in calls):
+        if refusal is not None:
+            raise refusal
+    insertions = [found for found in insertions_of(module.graph) if not ancestors([found.features]).isdisjoint(calls)]
+    cut = Cut(module, insertions)
+    remaining, copies = cut.remaining()
+    graph = remaining.graph
+    _replace_positions(graph, [copies[node] for node in positions])
+    copied_calls = {copies[call] for call in calls}
+    returned = _take_outputs(graph, copied_calls)
+    _erase_assertions(graph, copied_calls)
+    eliminate_dead_code(graph)
+    if module.graph.find_nodes(op="call_function", target=check_counts):
+        for index in graph.find_nodes(op="call_function", target=TABLE_ROWS):
+            index.kwargs = {"exact": True}
+    remaining.recompile()
+    if left := [node for node in graph.nodes if node.target in (encode, token_positions)]:
+        raise _unknown_use(next(iter(left[0].users), left[0]))
+    originals = output_node(module.graph).args[0]
+    features = list(dict.fromkeys([*cut.features, *(originals[number] for number in returned)]))
+    before, inputs, copied = cut.before([*features, *positions])
+    return EncoderCalls(
+        remaining,
+        before,
+        inputs,
+        [copied[_call_of(node)] for node in features],
+        len(cut.features),
+        {number: features.index(originals[number]) for number in returned},
+    )
+
+
+def _replace_positions(graph: fx.Graph, positions: Sequence[fx.Node]) -> None:
+    for i, node in enumerate(positions):
+        last = list(graph.find_nodes(op="placeholder"))[-1]
+        with graph.inserting_after(last):
+            replacement = graph.placeholder(f"positions_{i}")
+        replacement.meta = dict(node.meta)
+        node.replace_all_uses_with(replacement)
+        graph.erase_node(node)
+
+
+def _take_outputs(graph: fx.Graph, calls: set[fx.Node]) -> list[int]:
+    """Take features out of the outputs of a graph; return the numbers of these outputs."""
+    output = output_node(graph)
+    outputs = list(output.args[0])
+    taken = [
+        number
+        for number, node in enumerate(outputs)
+        if isinstance(node, fx.Node) and not ancestors([node]).isdisjoint(calls)
+    ]
+    for number in taken:
+        outputs[number] = None
+    output.args = (tuple(outputs),)
+    return taken
+
+
+def _erase_assertions(graph: fx.Graph, calls: set[fx.Node]) -> None:
+    """Erase Dynamo's assertions that numbers of features are sizes of tensors."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
+        if not ancestors([node]).isdisjoint(calls):
+            graph.erase_node(node)
+
+
+def _call_of(node: fx.Node) -> fx.Node:
+    """Return the call of an encoder that makes features; refuse features that are computed from one another."""
+    while node.target is not encode:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        tensors = [arg for arg in node.all_input_nodes if not isinstance(arg.meta.get("example_value"), torch.SymInt)]
+        is_selected = node.target is operator.getitem and tensors[0].target is encode
+        is_only = name == "cat" and len(node.args[0]) == 1
+        keeps_width = name in SHAPES and _width(node) == _width(tensors[0])
+        if not (is_selected or is_only or keeps_width or name in ROW_WISE):
+            raise _unknown_use(node)
+        node = tensors[0]
+    return node
+
+
+def _width(node: fx.Node) -> int:
+    return int(node.meta["example_value"].shape[-1])
+
+
+def _unknown_use(node: fx.Node) -> RefusalError:
+    return RefusalError(
+        "features of images are read in a way that is not known to read each one at its token",
+        where=where(node),
+        expected="the k-th feature put at the k-th placeholder token by masked_scatter, x[mask] = features, or a sum",
+        got=str(node.target),
+        hint="put features at the tokens of a mask that is computed from ids",
+    )

@@ -1,0 +1,114 @@
+"""Methods that make features run once per distinct image, with the values and gradients of all images together."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from dta_compile.errors import RefusalError
+from dta_compile.runtime.encoder_methods import TENSOR, Arguments, Encoder
+from tests.support.helpers import EXACT, FLOAT32_ISLANDS
+from tests.support.vision import FAMILIES, GRIDS, PACKED, build, inputs
+
+ROWS = [[5, "a", 7], [5, "b", 7, "a"], [3, 4], ["b", 2, "c", 6]]
+FLOAT32 = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm46v", "gemma3", "mistral3"}  # compute norms or rotations in it
+
+
+def encoder_of(model, call):
+    names = [name for name in ("pixel_values", "image_grid_thw", "image_sizes") if name in call]
+    keyword = (*((name, TENSOR) for name in names), ("return_dict", True))
+    encoder = Encoder(model, type(model).get_image_features, Arguments((), keyword))
+    encoder.kept = model  # which encoders do not keep
+    return encoder, [call[name] for name in names]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_distinct_images_are_all_images(name):
+    model, call = build(name).model, inputs(name, ROWS)
+    encoder, tensors = encoder_of(model, call)
+    features, rows = encoder.distinct(*tensors)
+    every = encoder(*tensors)
+    assert (encoder.units, encoder.runs) == (5, 3)
+    assert [len(level) for level in every] == [len(rows)] * len(features)
+    weights = [torch.randn(level.shape, dtype=torch.float64) for level in every]
+    tower = [weight for part in encoder.form.modules for weight in model.get_submodule(part).parameters()]
+    found, expected = (
+        torch.autograd.grad(
+            sum((w * x).sum() for w, x in zip(weights, levels, strict=True)), tower, materialize_grads=True
+        )
+        for levels in ([level[rows] for level in features], every)
+    )
+    for one, other in zip(features, every, strict=True):
+        torch.testing.assert_close(one[rows], other, rtol=0, atol=EXACT)
+    tolerance = FLOAT32_ISLANDS if name in FLOAT32 else EXACT
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+class Model(nn.Module):
+    """Features of images `[N, 3]` by a layer, made by `make`."""
+
+    def __init__(self, make=None, layer=None):
+        super().__init__()
+        self.layer, self.make = layer or nn.Linear(3, 4).double(), make
+
+    def get_image_features(self, pixel_values, image_grid_thw=None, **others):
+        features = self.layer(pixel_values)[:, None]
+        return SimpleNamespace(pooler_output=self.make(features) if self.make else features)
+
+
+def test_images_differ_by_one_bit_and_by_grid():
+    pixels = torch.randn(1, 3, dtype=torch.float64).repeat(4, 1)
+    pixels[1, 2] = pixels[1, 2].nextafter(pixels.new_tensor(9.0))
+    encoder, _ = encoder_of(Model(), {"pixel_values": pixels})
+    assert encoder.distinct(pixels)[1].tolist() == [0, 1, 0, 0]
+    call = inputs("qwen2_vl", [["b", "b"]])
+    half = len(call["pixel_values"]) // 2
+    call["image_grid_thw"] = torch.tensor([GRIDS[1], (1, 2, 8)])
+    encoder, tensors = encoder_of(build("qwen2_vl").model, call)
+    assert encoder.distinct(*tensors)[1].tolist() == list(range(half // 2))
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (lambda: Model(lambda x: x - x.mean(0)), "of an image alone"),
+        (lambda: Model(layer=nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()), "batch norm"),
+        (lambda: Model(layer=nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)).double()), "random"),
+    ],
+)
+def test_images_that_depend_on_more_than_themselves_are_refused(model, why):
+    torch.manual_seed(0)
+    model, pixels = model(), torch.randn(3, 3, dtype=torch.float64)
+    encoder, tensors = encoder_of(model, {"pixel_values": pixels})
+    statistics = {name: value.clone() for name, value in model.named_buffers()}
+    state = torch.get_rng_state()
+    if why == "of an image alone":
+        encoder.distinct(pixels[:1])  # which shows nothing
+    with pytest.raises(RefusalError, match=why):
+        encoder.distinct(*tensors)
+    assert all(torch.equal(value, statistics[name]) for name, value in model.named_buffers())
+    assert torch.equal(state, torch.get_rng_state())
+    if why != "of an image alone":
+        model.eval()
+        encoder.distinct(*tensors)
+
+
+def test_features_that_do_not_say_their_image_share_nothing():
+    pixels = torch.randn(1, 3, dtype=torch.float64).repeat(3, 1)
+    encoder, tensors = encoder_of(Model(lambda x: x.expand(-1, 2, -1).flatten(0, 1)), {"pixel_values": pixels})
+    assert encoder.distinct(*tensors)[1].tolist() == list(range(6))
+    assert "share nothing" in encoder.note
+
+
+def test_rows_without_images_and_videos_of_several_frames():
+    call = inputs("idefics3", [[1, 2], ["a", 3, "a"], [4, "b"]])
+    encoder, tensors = encoder_of(build("idefics3").model, call)
+    assert (len(encoder.distinct(*tensors)[1]), encoder.units, encoder.runs) == (12, 3, 2)
+    assert "glm46v" in PACKED
+    model, pixels = build("glm46v").model, inputs("glm46v", [["b"]])["pixel_values"]
+    method = type(model).get_video_features
+    encoder = Encoder(model, method, Arguments((TENSOR, TENSOR), (("return_dict", True),)))
+    rows = encoder.distinct(pixels.repeat(4, 1), torch.tensor([(2, 4, 4), (2, 4, 4)]))[1]
+    assert rows.tolist() == [*range(8), *range(8)]

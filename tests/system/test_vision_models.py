@@ -1,0 +1,89 @@
+"""Vision-language models with images, against the eager model on one row at a time."""
+
+import pytest
+import torch
+
+import dta_compile
+from dta_compile.errors import RuntimeContractError
+from tests.support.helpers import FLOAT32_ISLANDS, Batch, assert_equal, measure, random_loss, reference
+from tests.support.vision import FAMILIES, V, build, inputs
+
+# Images that are equal, that differ, several in a row, none in a row.
+ROWS = [[5, 6, "a", 7, 8], [5, 6, "a", 7, 9, 3], [5, 6, "b", 7, "a", 9], [5, 6, "b", 7, "c", 9], [5, 6, 4, 4]]
+OTHER_ROWS = [[8, "c", 7], [8, "c", 7, 2, "a"], [8, "c", 3]]
+QUICK = ("qwen3_vl", "idefics3")
+# Gemma 3 lets tokens of an image see one another, both ways.
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "gemma3"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch.compiler.reset()
+
+
+def check(name, compiled, model, rows, more=lambda call: {}):
+    """Compare a step over all rows with eager steps over each; return the notes of its plan."""
+    call = inputs(name, rows)
+    number = torch.arange(len(rows))[:, None].expand(call["input_ids"].shape)
+    batch = Batch(call["input_ids"], call["attention_mask"], {"row": number})
+
+    def forward(run, part):
+        of_part = inputs(name, [rows[i] for i in part.extras["row"][:, 0].tolist()])
+        return run(**of_part, **more(of_part), use_cache=False).logits
+
+    loss = random_loss(batch, V)
+    assert_equal(
+        measure(compiled, model, batch, loss, forward), reference(model, batch, loss, forward), FLOAT32_ISLANDS
+    )
+    plan = dta_compile.last_plan(compiled)
+    return plan, " ".join(plan.estimates.notes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_images_are_encoded_once_and_shared(name):
+    model = build(name)
+    compiled = torch.compile(model, backend="dta", options={"chunk_size": 5, "codegen": "eager"})
+    plan, notes = check(name, compiled, model, ROWS)
+    assert "6 images (or other media), 3 different" in notes
+    assert plan.stats.compression > 1.3
+    assert "4 images (or other media), 2 different" in check(name, compiled, model, OTHER_ROWS)[1]
+
+
+def test_an_encoder_that_is_trained_alone_and_checkpointed():
+    model = build("llava")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    layers, runs = model.model.vision_tower.encoder.layers, []
+    layers[0].self_attn.register_forward_hook(lambda *_: runs.append(torch.is_grad_enabled()))
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("layers.0.mlp" in name and "vision_tower" in name)
+    compiled = torch.compile(model, backend="dta", options={"codegen": "eager"})
+    assert "3 different" in check("llava", compiled, model, ROWS)[1]
+    model.requires_grad_(False)
+    runs.clear()
+    layers[0].requires_grad_()
+    compiled(**inputs("llava", ROWS), use_cache=False).logits.sum().backward()
+    assert runs == [True, True]  # forward, and again in the backward
+
+
+def test_positions_are_passed():
+    model = build("qwen2_vl")
+    compiled = torch.compile(model, backend="dta", options={"codegen": "eager"})
+
+    def positions(call):
+        names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")
+        axes, _ = model.model.get_rope_index(**{name: call.get(name) for name in names})
+        in_text = (call["attention_mask"].cumsum(-1) - 1).clamp(min=0)[None]
+        return {"position_ids": torch.cat([in_text, axes + 1])}
+
+    # As many rows as axes of positions.
+    assert "3 different" in check("qwen2_vl", compiled, model, ROWS[:4], positions)[1]
+
+
+def test_counts_of_placeholders_and_features_are_checked():
+    model = build("llava")
+    compiled = torch.compile(model, backend="dta", options={"codegen": "eager"})
+    call = inputs("llava", ROWS)
+    compiled(**call, use_cache=False)
+    for pixels in (call["pixel_values"][:-1], call["pixel_values"].repeat(2, 1, 1, 1)):
+        with pytest.raises(RuntimeContractError, match="as many placeholder tokens"):
+            compiled(**{**call, "pixel_values": pixels}, use_cache=False)

@@ -434,7 +434,7 @@ def masked_and_scaled_away(model, q, k, v, pairs):
 
 def shifted_to_the_filler(model, q, k, v, pairs):
     q, k, v = by_heads(q, k, v)
-    scores = (q @ k.mT - 9999.0).masked_fill(model.bias[:, :, : q.shape[2], : q.shape[2]] == 0, -1e4)
+    scores = (q @ k.mT - 9980.0).masked_fill(model.bias[:, :, : q.shape[2], : q.shape[2]] == 0, -1e4)
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
@@ -521,7 +521,7 @@ def by_sigmoid(model, q, k, v, pairs):
         (bidirectional, "bidirectional"),
         (hardly_masked, "scores replaced by -10"),
         (masked_and_scaled_away, "scores replaced by -10,"),
-        (shifted_to_the_filler, "scores replaced by -1,"),
+        (shifted_to_the_filler, "scores replaced by -20,"),
         (filled_by_a_buffer, "cannot be proven causal"),
         (gated_by_another_mask, "values other than 0 and -inf"),
         (over_queries, "other queries than keys"),

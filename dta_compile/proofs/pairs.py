@@ -116,12 +116,14 @@ class _Reader:
             raise UnlikePair("a mask that hides every token from itself")
         for find_first in (self._first_by_bisection, self._first_by_scan):
             self.first = find_first()
-            if (where := self._pair_unlike(self._causal)) is None:
+            where = self._pair_unlike(self._causal)
+            if where is None:
                 return self._as_causal()
             if self._pair_unlike(self._within_sequence) is None:
                 begin = self.first.gather(1, self.real.view(torch.uint8).argmax(-1, keepdim=True))
                 is_packed = bool((self.real & (self.first != begin)).any())
                 return Tested(Pairs(self.shown, self.hidden, False, None, is_packed), self.first)
+        assert where is not None
         raise UnlikePair.at(where, _wrong_pair(*where))
 
     def _as_causal(self) -> Tested:

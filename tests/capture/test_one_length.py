@@ -53,6 +53,18 @@ class Looping(BareLM):
         return rows.log_softmax(-1).view(batch, tokens - 1, -1).gather(-1, ids[:, 1:tokens, None])
 
 
+class Reshaping(BareLM):
+    """A table of numbers for the tokens, and keys that are expanded to heads, in a loop's graph of one length."""
+
+    def hidden(self, ids, mask=None):
+        batch, tokens = ids.shape
+        x = self.embedding(ids) + torch.linspace(0, 1, tokens, dtype=torch.float64).view(1, tokens, 1)
+        for _ in range(tokens):
+            x = x * 0.9
+        heads = x.view(batch, tokens, 1, -1).expand(batch, tokens, 2, x.shape[-1])
+        return self.mix(heads.sum(2))
+
+
 class Caching(TinyLM):
     """A table of the latest length."""
 
@@ -103,7 +115,7 @@ def test_a_table_of_the_latest_length_serves_later_steps():
     check(Caching(), 9, 9, 12)
 
 
-@pytest.mark.parametrize(("model", "tokens"), [(Slicing, 9), (Masking, 6), (Learned, 12)])
+@pytest.mark.parametrize(("model", "tokens"), [(Slicing, 9), (Masking, 6), (Learned, 12), (Reshaping, 9)])
 def test_what_holds_for_one_length_runs_over_the_tree(model, tokens):
     check(model(), tokens)
 

@@ -205,3 +205,30 @@ def test_batch_norm_by_kept_statistics_and_batched_products_of_heads_are_token_w
         return (run_from_embeddings(model, gated.permute(1, 0, 2).reshape(x.shape)),)
 
     assert_equals_eager(function, compiled_function(function), model, shared_ids())
+
+
+def test_values_that_are_put_together_as_they_were_mix_no_tokens(model):
+    def function(ids):
+        x = model.embedding(ids)
+        batch, tokens, width = x.shape
+        x = x.movedim(1, 0).flatten(1).view(tokens, batch, width).movedim(0, 1) * 2
+        x = torch.cat([x[:, :2], x[:, 2:-1], x[:, -1:]], 1).sin()
+        return (run_from_embeddings(model, x[:, torch.arange(tokens)] + x[torch.arange(batch)]),)
+
+    assert_equals_eager(function, compiled := compiled_function(function), model, shared_ids())
+    assert dta_compile.last_plan(compiled).stats.compression > 1
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        lambda x: torch.cat([x[:, 1:], x[:, :1]], 1),
+        lambda x: torch.cat([x[:, :2], x[:, 3:], x[:, 2:3]], 1),
+        lambda x: x[:, torch.arange(x.shape[1]).flip(0)],
+        lambda x: x.flatten(0, 1).view(x.shape[1], x.shape[0], -1).transpose(0, 1),
+    ],
+)
+def test_values_that_are_put_together_in_another_way_are_refused(model, moved):
+    function = compiled_function(lambda ids: run_from_embeddings(model, moved(model.embedding(ids))))
+    with pytest.raises(RefusalError):
+        function(shared_ids(4, 9))

@@ -52,6 +52,7 @@ from dta_compile.passes.lowering.next_tokens import pair_next_tokens
 from dta_compile.passes.lowering.one_length import OneLength
 from dta_compile.passes.lowering.repeated_calls import RepeatedCalls, merge_equal_values
 from dta_compile.passes.lowering.row_loops import select_masked_writes
+from dta_compile.passes.lowering.same_entries import drop_detours
 from dta_compile.passes.lowering.selected_rows import spread_selected_rows
 from dta_compile.passes.lowering.shifts import shifts_to_mixers
 from dta_compile.passes.lowering.sorted_slots import unsort_slots
@@ -86,6 +87,7 @@ def lower(program: Program) -> None:
     _flatten_output(module)
     decompositions.spell_out_constructors(module.graph)
     decompositions.drop_empty_parts(module.graph)
+    drop_detours(module.graph)
     _join_gradients_of_ranks(module.graph)
     read_what_was_written(module.graph, _inputs(module, program, *TRAINED))
     weights = set(_inputs(module, program, InputKind.PARAMETER))

@@ -127,8 +127,12 @@ class OneLength:
     def _reshaped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         numel = sympy.Mul(*map(expression, args[0].shape))
         entries, structure = pytree.tree_flatten((args[1:], kwargs))
-        if self.symbol not in numel.free_symbols or not all(isinstance(one, (int, torch.SymInt)) for one in entries):
-            return args, kwargs  # no tokens, or a view as another dtype
+        if not all(isinstance(one, (int, torch.SymInt)) for one in entries):
+            return args, kwargs  # a view as another dtype
+        if self.symbol not in numel.free_symbols:
+            return pytree.tree_map_only(
+                torch.SymInt, lambda one: hint(one) if self._counts(one) else one, (args, kwargs)
+            )
         shape, kwargs = pytree.tree_unflatten(self._shape(args[0].shape, numel, entries), structure)
         return (args[0], *shape), kwargs
 
@@ -151,7 +155,9 @@ class OneLength:
         entries, structure = pytree.tree_flatten((args[1:], kwargs))
         old = [None] * (len(entries) - args[0].dim()) + list(args[0].shape)
         shape = [
-            self.size if entry == self.number and size is not None and self._counts(size) else entry
+            self.size
+            if type(entry) is int and entry == self.number and size is not None and self._counts(size)
+            else entry
             for entry, size in zip(entries, old, strict=True)
         ]
         rewritten, kwargs = pytree.tree_unflatten(shape, structure)

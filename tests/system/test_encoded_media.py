@@ -139,7 +139,7 @@ def test_more_placeholders_than_features():
     model = Reader()
     compiled = torch.compile(model, backend="dta")
     ids, pixels = rows_of([[1, "a", 2, "b", 3], [1, "a", 2, "b", 4]])
-    with pytest.raises(RuntimeContractError, match="more placeholder tokens than features"):
+    with pytest.raises(RuntimeContractError, match="not as many placeholder tokens as features"):
         compiled(ids, pixels[:3])
 
 

@@ -61,8 +61,8 @@ def test_an_encoder_that_is_trained_alone_and_checkpointed():
     model.requires_grad_(False)
     runs.clear()
     layers[0].requires_grad_()
-    compiled(**inputs("llava", ROWS), use_cache=False).logits.sum().backward()
-    assert runs == [True, True]  # forward, and again in the backward
+    compiled(**inputs("llava", ROWS[:1] * 2), use_cache=False).logits.sum().backward()
+    assert runs.count(True) == 2  # forward, and again in the backward
 
 
 def test_positions_are_passed():

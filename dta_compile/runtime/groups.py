@@ -95,10 +95,11 @@ class GroupSweep:
         run, parameters = group.runs[number], self.call.parameters(self.call.parts[number])
         run.sums, run.leaves_sums = self.sums.pop(number, None), True
         group.backward(number, self.grads, parameters)
-        if run.sums is None:
+        totals, run.sums = run.sums, None
+        if totals is None:
             return
         graphs, sums = run.part.graphs, self.sums.setdefault(number, [])
-        for i, sources, total in zip(graphs.grad_parameters, graphs.grad_sources, run.sums, strict=True):
+        for i, sources, total in zip(graphs.grad_parameters, graphs.grad_sources, totals, strict=True):
             is_reduced = self.layers is not None and self.layers.has(parameter := parameters[i])
             sums.append(None if is_reduced else total)
             if is_reduced and total is not None and sources & run.reached:

@@ -303,7 +303,8 @@ class Encoder(MethodCall):
         # A list of tensors has no common dimension of units, and what a method only passes on may be of anything.
         is_list = len(own) != sum(map(bool, names))
         is_passed_on = any(tensor.dim() for name, tensor in zip(names, tensors, strict=True) if not name)
-        is_shared = any(tensor.dim() == 0 for tensor in own.values())
+        # Equal tensors that require gradients have gradients of their own.
+        is_shared = any(tensor.dim() == 0 or tensor.requires_grad for tensor in own.values())
         if self.unknown is not None or not own or is_list or is_passed_on or is_shared:
             return None
         count, rows = len(next(iter(own.values()))), []

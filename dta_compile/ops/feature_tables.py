@@ -6,6 +6,10 @@ are rows of a table. The table is a computed weight, and the row number an integ
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
+
 import torch
 
 from dta_compile.errors import RuntimeContractError
@@ -15,6 +19,25 @@ LIBRARY.define("table_rows(Tensor mask, Tensor rows, bool exact=False) -> Tensor
 TABLE_ROWS = torch.ops.dta.table_rows.default
 
 
+class _OfThread(threading.local):
+    """Whether calls are of a part of a batch, with all of its features."""
+
+    is_part = False
+
+
+_of_thread = _OfThread()
+
+
+@contextlib.contextmanager
+def part_of_batch() -> Iterator[None]:
+    """Allow fewer placeholders than features, as in some rows and columns of a batch (the self-check's small call)."""
+    before, _of_thread.is_part = _of_thread.is_part, True
+    try:
+        yield
+    finally:
+        _of_thread.is_part = before
+
+
 @torch.library.impl("dta::table_rows", "CompositeExplicitAutograd", lib=LIBRARY)
 def _table_rows(mask: torch.Tensor, rows: torch.Tensor, exact: bool = False) -> torch.Tensor:
     """Return `rows[k]` at the k-th true entry of `mask` in row-major order, and 0 elsewhere.
@@ -22,13 +45,13 @@ def _table_rows(mask: torch.Tensor, rows: torch.Tensor, exact: bool = False) -> 
     Args:
         mask: bool, of any shape: whether a token is a placeholder.
         rows: int64 `[N]`: the row of the table that holds the k-th feature.
-        exact: fewer placeholders than features are an error, too.
+        exact: fewer placeholders than features are an error, too, except in a `part_of_batch`.
 
     Raises:
         RuntimeContractError: there are more placeholders than features.
     """
     placeholders = int(mask.sum())
-    if placeholders > len(rows) or (exact and placeholders < len(rows)):
+    if placeholders > len(rows) or (exact and placeholders < len(rows) and not _of_thread.is_part):
         raise unequal_counts(f"{len(rows)}, one per feature", str(placeholders))
     index = torch.zeros(mask.shape, dtype=torch.int64, device=mask.device)
     return index.masked_scatter_(mask, rows.to(mask.device))

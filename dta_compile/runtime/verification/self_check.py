@@ -27,6 +27,7 @@ from torch import fx
 from dta_compile.errors import DTAError, VerificationError
 from dta_compile.executable.as_captured import as_captured
 from dta_compile.executable.executable import Executable
+from dta_compile.ops.feature_tables import part_of_batch
 from dta_compile.runtime.calls.planned_call import PlannedCall, Run
 from dta_compile.runtime.measure.budget import default_budget
 from dta_compile.runtime.verification.probe import (
@@ -95,7 +96,7 @@ def self_check(
         VerificationError: naming the output or parameter that differs, by how much, and the tolerance.
     """
     try:
-        with _undisturbed(call.device):
+        with _undisturbed(call.device), part_of_batch():
             return _self_check(call, captured, run_small, compile_seconds, when)
     except VerificationError:
         raise

@@ -332,10 +332,9 @@ def _without_buckets(mode: Callable[[], str]) -> Callable[[], str]:
     @functools.wraps(mode)
     def mode_for_backend() -> str:
         chosen, wrapper = mode(), _calling_self("CatchErrorsWrapper")
-        is_cut = chosen == "ddp_optimizer" and wrapper is not None
-        if is_cut and is_ours(wrapper._torchdynamo_orig_backend._torchdynamo_orig_backend):
-            return "no_optimization"
-        return chosen
+        if chosen != "ddp_optimizer" or wrapper is None:
+            return chosen
+        return "no_optimization" if is_ours(wrapper._torchdynamo_orig_backend._torchdynamo_orig_backend) else chosen
 
     return mode_for_backend
 

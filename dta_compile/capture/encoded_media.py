@@ -35,7 +35,7 @@ from dta_compile.integrations.layer_groups import gather_all
 from dta_compile.ops.feature_tables import TABLE_ROWS
 from dta_compile.passes.program import ancestors, where, writes_to
 from dta_compile.passes.symbols import hint, symbol_sources, symbolic
-from dta_compile.runtime.encoders import encode_distinct
+from dta_compile.runtime.encoders import Features, encode_distinct
 
 # Rows of a table in the trace. Nothing in the remaining graph depends on the number: gradients of an embedding are
 # added to the rows of an accumulator, which has the table's size at run time.
@@ -52,54 +52,39 @@ class _Insertion:
     Attributes:
         features: the argument that has the features `[N, D]`, or `[images, N / images, D]`.
         mask: `[B, S]` or, for `masked_scatter`, over the entries `[B, S, D]` of the tokens.
+        media: the data that the features are computed from.
     """
 
     node: fx.Node
     features: fx.Node
     mask: fx.Node
+    media: frozenset[fx.Node]
 
 
-@dataclasses.dataclass(frozen=True)
-class EncodedMedia:
-    """Captured graph that is cut in two: encoders, and what reads their features.
+@dataclasses.dataclass(frozen=True, eq=False)
+class GraphEncoder:
+    """Encoder that is a part of a captured graph.
 
     Attributes:
-        module: the remaining graph; its inputs are those of the captured graph, then a table and its rows for each
-            feature tensor.
-        encoder: the graph of the feature tensors, over the `inputs` of the captured graph with these numbers.
+        module: the graph of its feature tensors, over the `inputs` of the captured graph with these numbers.
         media: positions among `inputs` of the tensors that are encoded: data, and no weights or buffers.
+        tables: numbers of its feature tensors among those of the captured graph.
     """
 
     module: fx.GraphModule
-    encoder: fx.GraphModule
     inputs: Sequence[int]
     media: Sequence[int]
+    tables: Sequence[int]
 
-    def calling(self, run: Callable[..., Sequence[Any]], note: Callable[[str], None]) -> Callable[..., Sequence[Any]]:
-        """Wrap a callable of the remaining graph as one over the inputs of the captured graph.
-
-        Args:
-            note: is given a sentence on what was encoded, after each call.
-        """
-        has_looked = False
-
-        def run_encoded(*args: Any) -> Sequence[Any]:
-            nonlocal has_looked
-            gather_all()
-            values = [args[number] for number in self.inputs]
-            encode, works_for = functools.partial(self._encode, values), functools.partial(self._works_for, values)
-            features = encode_distinct(encode, [values[i] for i in self.media], not has_looked, works_for)
-            has_looked = has_looked or features.is_proof
-            pairs = zip(features.tables, features.rows, strict=True)
-            results = run(*args, *(value for pair in pairs for value in pair))
-            note(f"{features.media} images (or other media), {features.distinct} different, {features.encoded} encoded")
-            return results
-
-        return run_encoded
+    def encode(self, args: Sequence[Any], look: bool) -> Features:
+        """Encode the distinct media among the inputs of the captured graph; `look` as in `encode_distinct`."""
+        values = [args[number] for number in self.inputs]
+        encode, works_for = functools.partial(self._encode, values), functools.partial(self._works_for, values)
+        return encode_distinct(encode, [values[i] for i in self.media], look, works_for)
 
     @functools.cached_property
     def _traced(self) -> list[Any]:
-        return [node.meta["example_value"] for node in self.encoder.graph.find_nodes(op="placeholder")]
+        return [node.meta["example_value"] for node in self.module.graph.find_nodes(op="placeholder")]
 
     def _encode(self, values: Sequence[Any], *media: torch.Tensor) -> Sequence[torch.Tensor]:
         """Run the encoder on other media than those of the call, and so with other sizes."""
@@ -109,7 +94,7 @@ class EncodedMedia:
         for i, traced in enumerate(self._traced):
             if (expr := symbolic(traced)) is not None and expr.free_symbols <= sizes.keys():
                 inputs[i] = int(expr.subs(sizes))
-        features: Sequence[torch.Tensor] = self.encoder(*inputs)
+        features: Sequence[torch.Tensor] = self.module(*inputs)
         return features
 
     def _sizes(self, media: Sequence[torch.Tensor]) -> dict[sympy.Symbol, int]:
@@ -133,6 +118,47 @@ def _symbolic_sizes(value: Any) -> list[torch.SymInt]:
     return [size for size in shape if isinstance(size, torch.SymInt)]
 
 
+@dataclasses.dataclass(frozen=True)
+class EncodedMedia:
+    """Captured graph that is cut in two: encoders, and what reads their features.
+
+    Attributes:
+        module: the remaining graph; its inputs are those of the captured graph, then a table and its rows for each
+            feature tensor.
+        encoders: one for each set of media that features are computed from.
+    """
+
+    module: fx.GraphModule
+    encoders: Sequence[GraphEncoder]
+
+    def calling(self, run: Callable[..., Sequence[Any]], note: Callable[[str], None]) -> Callable[..., Sequence[Any]]:
+        """Wrap a callable of the remaining graph as one over the inputs of the captured graph.
+
+        Args:
+            note: is given a sentence on what each encoder ran, after each call.
+        """
+        proven: set[GraphEncoder] = set()
+
+        def run_encoded(*args: Any) -> Sequence[Any]:
+            gather_all()
+            made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+            notes = []
+            for encoder in self.encoders:
+                found = encoder.encode(args, look=encoder not in proven)
+                if found.is_proof:
+                    proven.add(encoder)
+                made |= zip(encoder.tables, zip(found.tables, found.rows, strict=True), strict=True)
+                notes.append(
+                    f"{found.media} images (or other media), {found.distinct} different, {found.encoded} encoded"
+                )
+            results = run(*args, *(value for number in sorted(made) for value in made[number]))
+            for sentence in notes:
+                note(sentence)
+            return results
+
+        return run_encoded
+
+
 def without_encoders(module: fx.GraphModule) -> EncodedMedia | None:
     """Cut the encoders out of a captured graph; return None if it has none.
 
@@ -152,7 +178,7 @@ def insertions_of(graph: fx.Graph) -> Iterator[_Insertion]:
         for features, mask in _candidates(node):
             is_of_media = media[features] and media[features].isdisjoint(media[mask])
             if is_of_media and media[mask] and _has_width_of(features, node.args[0]):
-                yield _Insertion(node, features, mask)
+                yield _Insertion(node, features, mask, media[features])
 
 
 def _has_width_of(features: fx.Node, tokens: fx.Node) -> bool:
@@ -199,10 +225,18 @@ class Cut:
         self.features = list(dict.fromkeys(insertion.features for insertion in insertions))
 
     def run(self) -> EncodedMedia:
-        encoder, inputs, _ = self.before(self.features)
-        placeholders = self.module.graph.find_nodes(op="placeholder")
-        media = [i for i, number in enumerate(inputs) if is_data(placeholders[number])]
-        return EncodedMedia(self.remaining()[0], encoder, inputs, media)
+        placeholders = list(self.module.graph.find_nodes(op="placeholder"))
+        of_media: dict[frozenset[fx.Node], list[int]] = {}
+        for insertion in self.insertions:
+            numbers = of_media.setdefault(insertion.media, [])
+            if (number := self.features.index(insertion.features)) not in numbers:
+                numbers.append(number)
+        encoders = []
+        for media, tables in of_media.items():
+            module, inputs, _ = self.before([self.features[number] for number in tables])
+            own = [i for i, number in enumerate(inputs) if placeholders[number] in media]
+            encoders.append(GraphEncoder(module, inputs, own, tables))
+        return EncodedMedia(self.remaining()[0], encoders)
 
     def before(self, outputs: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[int], dict[fx.Node, fx.Node]]:
         """Return the graph of some nodes, the numbers of its inputs among those of the module, and its nodes."""

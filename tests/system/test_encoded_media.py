@@ -12,7 +12,7 @@ from torch import nn
 import dta_compile
 from dta_compile.errors import RefusalError, RuntimeContractError
 from dta_compile.runtime import encoders
-from tests.support.tiny import BareLM, after, assert_same, weighted
+from tests.support.tiny import WIDTH, BareLM, after, assert_same, weighted
 
 IMAGE, PATCHES, SIZE, KINDS = 30, 2, 4, 3  # id of placeholders, tokens of an image, its height and width, images drawn
 
@@ -184,6 +184,30 @@ def test_features_with_gradients_of_their_own_are_not_merged():
         return run(lambda: function(ids, features), model), features.grad
 
     assert_same(of(compiled), of(model))
+
+
+class TwoTowers(Reader):
+    """Images at one placeholder, sounds at another, of which there are other numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.sounds = nn.Sequential(nn.Linear(3, WIDTH), nn.Tanh()).double()
+
+    def forward(self, ids, pixels, sounds):
+        x = self.embedding(ids)
+        x = x.masked_scatter((ids == IMAGE)[..., None].expand_as(x), self.tower(pixels))
+        return self.head(self.mix(x.masked_scatter((ids == 7)[..., None].expand_as(x), self.sounds(sounds))))
+
+
+def test_encoders_of_several_kinds_of_media():
+    model = TwoTowers()
+    compiled = torch.compile(model, backend="dta")
+    ids, pixels = rows_of([[1, "a", 7, 3], [1, "a", 7, 4], [1, "a", 7, 7]])
+    sounds = torch.tensor([[0.0, 1, 2], [0, 1, 2], [0, 1, 2], [3, 4, 5]], dtype=torch.float64)
+    assert_same(*(run(lambda f=f: f(ids, pixels, sounds), model) for f in (compiled, model)))
+    assert tokens_run(compiled) == 4 + 1 + 1 + 1
+    notes = str(dta_compile.last_plan(compiled))
+    assert "3 images (or other media), 1 different" in notes and "4 images (or other media), 2 different" in notes
 
 
 def test_media_of_equal_hash_are_compared(monkeypatch):

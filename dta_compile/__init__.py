@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dta_compile.api import explain, last_plan, streaming_step
     from dta_compile.callback import DTACallback
     from dta_compile.ops.causal_attention import attention
-    from dta_compile.ops.experts import expert_linear, expert_sum
+    from dta_compile.ops.experts.operators import expert_linear, expert_sum
     from dta_compile.ops.recurrences.functions import (
         gated_delta_rule,
         linear_attention,
@@ -53,8 +53,8 @@ __all__ = [
 _LAZY = {
     "DTACallback": "dta_compile.callback",
     "attention": "dta_compile.ops.causal_attention",
-    "expert_linear": "dta_compile.ops.experts",
-    "expert_sum": "dta_compile.ops.experts",
+    "expert_linear": "dta_compile.ops.experts.operators",
+    "expert_sum": "dta_compile.ops.experts.operators",
     "explain": "dta_compile.api",
     "gated_delta_rule": "dta_compile.ops.recurrences.functions",
     "linear_attention": "dta_compile.ops.recurrences.functions",

@@ -21,7 +21,7 @@ from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from dta_compile.integrations.tracing import traces_for_this_backend
-from dta_compile.ops.experts import expert_linear, expert_sum
+from dta_compile.ops.experts.operators import expert_linear, expert_sum
 
 logger = logging.getLogger("dta_compile")
 

@@ -6,7 +6,7 @@ import torch
 import dta_compile
 from dta_compile.errors import OptionError
 from dta_compile.ops import triton_use
-from dta_compile.ops.experts import EXPERT_PRODUCTS_
+from dta_compile.ops.experts.operators import EXPERT_PRODUCTS_
 
 TOKENS, CHOSEN, WIDTH, INNER, EXPERTS = 7, 3, 8, 4, 6
 kernels = pytest.mark.skipif(

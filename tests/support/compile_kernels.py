@@ -7,7 +7,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dta_compile.ops import grouped_kernels, grouped_products
+from dta_compile.ops.experts import kernels as grouped_kernels
+from dta_compile.ops.experts import products as grouped_products
 from dta_compile.ops.lm_head import by_kernels
 from dta_compile.ops.lm_head import kernels as head_kernels
 from dta_compile.runtime.attention import triton_kernels as kernels

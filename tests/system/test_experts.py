@@ -7,7 +7,7 @@ import transformers
 
 import dta_compile
 from dta_compile.errors import RefusalError
-from dta_compile.ops.experts import EXPERT_PRODUCTS, EXPERT_PRODUCTS_
+from dta_compile.ops.experts.operators import EXPERT_PRODUCTS, EXPERT_PRODUCTS_
 from tests.support.chunk_graphs import nodes_of
 from tests.support.families import TOY, V
 from tests.support.helpers import (

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dta_compile.errors import RefusalError
-from dta_compile.ops.experts import EXPERT_LINEAR
+from dta_compile.ops.experts.operators import EXPERT_LINEAR
 from tests.support.chunk_graphs import nodes_of
 from tests.support.helpers import Batch, assert_equal, make_batch, measure, random_loss, reference
 from tests.support.inside import inside

@@ -15,7 +15,7 @@ from torch import fx
 from dta_compile.errors import OptionError
 from dta_compile.executable.layouts import Axis, Flat, Layout
 from dta_compile.ops.collectives import ALONG_THE_LAST, EMBEDDING_PART, ENTRY_BY_ENTRY
-from dta_compile.ops.experts import EXPERT_LINEAR, EXPERT_SUM
+from dta_compile.ops.experts.operators import EXPERT_LINEAR, EXPERT_SUM
 from dta_compile.ops.mixer import BATCH, MIXERS, TOKENS
 from dta_compile.passes.axes import shape_rules
 from dta_compile.passes.axes.layouts import (

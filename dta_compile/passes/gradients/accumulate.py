@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.ops.experts import EXPERT_PRODUCTS, EXPERT_PRODUCTS_
+from dta_compile.ops.experts.operators import EXPERT_PRODUCTS, EXPERT_PRODUCTS_
 from dta_compile.ops.lm_head.operators import LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_, Backward, Wanted
 from dta_compile.ops.products import ADD_PRODUCT
 from dta_compile.passes.contracts import contract

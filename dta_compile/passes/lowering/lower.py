@@ -39,6 +39,8 @@ from dta_compile.passes.lowering import decompositions, row_loops
 from dta_compile.passes.lowering.attention.choices import recognise_choices
 from dta_compile.passes.lowering.attention.recognise import recognise_attention
 from dta_compile.passes.lowering.decompositions import capture_attention
+from dta_compile.passes.lowering.experts.selected_rows import spread_selected_rows
+from dta_compile.passes.lowering.experts.sorted_slots import unsort_slots
 from dta_compile.passes.lowering.gradient_flow import (
     CapturedInterpreter,
     Flow,
@@ -53,9 +55,7 @@ from dta_compile.passes.lowering.one_length import OneLength
 from dta_compile.passes.lowering.repeated_calls import RepeatedCalls, merge_equal_values
 from dta_compile.passes.lowering.row_loops import select_masked_writes
 from dta_compile.passes.lowering.same_entries import drop_detours
-from dta_compile.passes.lowering.selected_rows import spread_selected_rows
 from dta_compile.passes.lowering.shifts import shifts_to_mixers
-from dta_compile.passes.lowering.sorted_slots import unsort_slots
 from dta_compile.passes.lowering.whole_writes import read_what_was_written
 from dta_compile.passes.program import Program, ancestors, output_node, where
 from dta_compile.passes.symbols import depends_on_data, reads_number

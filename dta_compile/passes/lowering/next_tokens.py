@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from dta_compile.ops.attention import ATTENTION_CALL, Masking
-from dta_compile.ops.experts import EXPERT_LINEAR, EXPERT_SUM
+from dta_compile.ops.experts.operators import EXPERT_LINEAR, EXPERT_SUM
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
 from dta_compile.passes.graphs.nodes import SizeNodes, call, descendants, is_pointwise

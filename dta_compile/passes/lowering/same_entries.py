@@ -11,8 +11,8 @@ from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.operators import RANGES, RESHAPES
+from dta_compile.passes.lowering.experts.slot_numbers import counts_from_zero
 from dta_compile.passes.lowering.shifts import unsliced
-from dta_compile.passes.lowering.slot_numbers import counts_from_zero
 from dta_compile.passes.symbols import expression, sizes
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.operators import CASTS, DIFFERENTIABLE_COPIES, FILLS, RANGES
-from dta_compile.passes.lowering.slot_numbers import counts_from_zero
+from dta_compile.passes.lowering.experts.slot_numbers import counts_from_zero
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import sizes
 

@@ -15,9 +15,9 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from dta_compile.ops import experts
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.ops.experts import EXPERT_PRODUCTS_, EXPERT_SUM
+from dta_compile.ops.experts import operators as expert_operators
+from dta_compile.ops.experts.operators import EXPERT_PRODUCTS_, EXPERT_SUM
 from dta_compile.ops.lm_head import by_kernels
 from dta_compile.ops.lm_head import operators as head_operators
 from dta_compile.ops.products import ADD_PRODUCT
@@ -99,7 +99,7 @@ def _scratch(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
         return [sizes.bytes(node.meta["val"])]  # attention: gradients from the prefix, and of repeated heads
     if node.target in head_operators.OPERATORS:
         return _scratch_of_head(node, sizes)
-    if node.target in experts.OPERATORS:
+    if node.target in expert_operators.OPERATORS:
         return [_scratch_of_experts(node, sizes)]
     if node.target is ADD_PRODUCT:
         _, left, right = (arg.meta["val"] for arg in node.args)

@@ -6,9 +6,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from dta_compile.ops.experts import EXPERT_LINEAR
-from dta_compile.passes.lowering.distinct_places import at_most_one
-from dta_compile.passes.lowering.selected_rows import spread_selected_rows
+from dta_compile.ops.experts.operators import EXPERT_LINEAR
+from dta_compile.passes.lowering.experts.distinct_places import at_most_one
+from dta_compile.passes.lowering.experts.selected_rows import spread_selected_rows
 
 aten = torch.ops.aten
 TOKENS, WIDTH = 7, 4

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from dta_compile.executable.layouts import Axis, Frame, Layout
-from dta_compile.ops.experts import EXPERT_LINEAR
+from dta_compile.ops.experts.operators import EXPERT_LINEAR
 from dta_compile.ops.library import is_random
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens

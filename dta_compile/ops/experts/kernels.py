@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN201, ANN202  (arguments of kernels are pointers, numbers and constants, which have no types)
-"""Triton kernels of `grouped_products`: each program handles one expert and loops over its (token, expert) slots.
+"""Triton kernels of `products`: each program handles one expert and loops over its (token, expert) slots.
 
 `order` `[n]` lists the slots sorted by expert, and `bounds` `[E + 1]` is the start of each expert in it. Rows are read
 in place: the row of a slot is `slot // shared`, as a value may be the same for all experts of a token.

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from dta_compile.errors import OptionError
-from dta_compile.ops import grouped_products
 from dta_compile.ops.dtypes import autocast, statistics_dtype
+from dta_compile.ops.experts import products as grouped_products
 from dta_compile.ops.library import LIBRARY
 
 LIBRARY.define("expert_linear(Tensor rows, Tensor expert, Tensor weight, bool transposed) -> Tensor")

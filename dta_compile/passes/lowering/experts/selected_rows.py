@@ -31,8 +31,8 @@ from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import First, call, descendants, is_item, swaps
 from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, RESHAPES, SQUEEZES, TRANSPOSITIONS
-from dta_compile.passes.lowering.distinct_places import at_most_one
-from dta_compile.passes.lowering.row_operators import RowOperators, Rows, Unproven
+from dta_compile.passes.lowering.experts.distinct_places import at_most_one
+from dta_compile.passes.lowering.experts.row_operators import RowOperators, Rows, Unproven
 from dta_compile.passes.program import ancestors, where
 from dta_compile.passes.symbols import sizes
 

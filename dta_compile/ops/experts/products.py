@@ -152,7 +152,7 @@ def _is_laid_out(weight: torch.Tensor) -> bool:
 
 
 def _linear_by_kernel(slots: _Slots, out: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> None:
-    from dta_compile.ops.grouped_kernels import linear_kernel
+    from dta_compile.ops.experts.kernels import linear_kernel
 
     flat, (width, columns) = _flat(rows).contiguous(), weight.shape[1:]
     grid = (_blocks(columns, LINEAR_BLOCKS["OUT_BLOCK"]), slots.experts)
@@ -162,7 +162,7 @@ def _linear_by_kernel(slots: _Slots, out: torch.Tensor, rows: torch.Tensor, weig
 
 
 def _add_by_kernel(slots: _Slots, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    from dta_compile.ops.grouped_kernels import add_kernel
+    from dta_compile.ops.experts.kernels import add_kernel
 
     a, b = _flat(left).contiguous(), _flat(right).contiguous()
     blocks = (_blocks(a.shape[1], ADD_BLOCKS["LEFT_BLOCK"]), _blocks(b.shape[1], ADD_BLOCKS["RIGHT_BLOCK"]))

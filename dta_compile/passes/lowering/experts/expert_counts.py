@@ -16,8 +16,8 @@ from torch import fx
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import First, filled_with, is_item
 from dta_compile.passes.graphs.operators import CASTS, COPIES, EXCHANGES, FILLS, KEEP_ORDER, RANGES, RESHAPES
-from dta_compile.passes.lowering.distinct_places import is_distinct_along
-from dta_compile.passes.lowering.slot_numbers import EXACT, counts_from_zero
+from dta_compile.passes.lowering.experts.distinct_places import is_distinct_along
+from dta_compile.passes.lowering.experts.slot_numbers import EXACT, counts_from_zero
 from dta_compile.passes.symbols import depends_on_data, expression, sizes
 
 aten = torch.ops.aten

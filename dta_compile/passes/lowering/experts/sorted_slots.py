@@ -29,14 +29,14 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from dta_compile.ops.experts import EXPERT_LINEAR
+from dta_compile.ops.experts.operators import EXPERT_LINEAR
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import First, call, is_float, is_item
 from dta_compile.passes.graphs.operators import COPIES, RANGES, RESHAPES
-from dta_compile.passes.lowering.expert_counts import SORTS, Counts, is_exact_cast
-from dta_compile.passes.lowering.row_operators import RowOperators, Rows, Unproven
-from dta_compile.passes.lowering.selected_rows import ANY_ORDER
-from dta_compile.passes.lowering.slot_numbers import (
+from dta_compile.passes.lowering.experts.expert_counts import SORTS, Counts, is_exact_cast
+from dta_compile.passes.lowering.experts.row_operators import RowOperators, Rows, Unproven
+from dta_compile.passes.lowering.experts.selected_rows import ANY_ORDER
+from dta_compile.passes.lowering.experts.slot_numbers import (
     INVERSE,
     SLOT,
     TOKEN,

@@ -93,7 +93,8 @@ def _repeated(operand: torch.Tensor, batch: Any, heads: int) -> torch.Tensor:
 
 def _eliminate_dead_code(graph: fx.Graph) -> None:
     """Erase unused nodes, including in-place writes to unused values and the levels of a `vmap` without used nodes."""
-    needed = ancestors([output_node(graph)])
+    checks = [node for node in graph.nodes if node.is_impure() and not _is_of_vmap(node) and _writes_to(node) is None]
+    needed = ancestors([output_node(graph), *checks])
     while more := {node for node in graph.nodes if _writes_to(node) in needed and node not in needed}:
         needed |= ancestors(list(more))
     maps = any(_is_of_vmap(node) for node in needed)

@@ -86,7 +86,7 @@ def read_pairs(values: torch.Tensor) -> Tested:
         if 2 * int((itself == hidden).sum()) <= itself.numel():
             raise
         try:
-            return _Reader(values, hidden, shown).tested()  # one sequence per row, say, and not causal
+            return _Reader(values, hidden, shown).tested()  # one sequence per row, not causal: no key is hidden
         except UnlikePair:
             raise unlike from None
 
@@ -146,9 +146,13 @@ class _Reader:
         return values == self.shown
 
     def _blocks(self) -> Iterator[tuple[int, slice]]:
-        """Yield rows of the batch with slices of queries: as many as caches of CPUs hold, or as need few kernels."""
+        """Yield rows of the batch with slices of queries.
+
+        Blocks fit the caches of CPUs, and are small enough for torch to run each operator in one thread: with as many
+        short parallel loops, threads would wait for one another. Elsewhere few kernels are needed.
+        """
         size = self.values.shape[-1]
-        step = max(1, (1 << (22 if self.values.device.type == "cpu" else 26)) // size)
+        step = max(1, ((1 << 15) - 1 if self.values.device.type == "cpu" else 1 << 26) // size)
         for row in range(len(self.values)):
             yield from ((row, slice(start, start + step)) for start in range(0, size, step))
 

@@ -25,7 +25,7 @@ def test_drawn_programs_equal_eager_or_are_refused_by_name(number):
     assert kind not in ("wrong", "crashed"), detail
 
 
-@pytest.mark.parametrize("number", [3, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_drawn_programs_obey_the_relations_that_eager_obeys(number):
     """Rows permuted, doubled, split over calls; other options; models that change between calls."""
     kind, detail = metamorphic.verdict(drawn(number))

@@ -63,7 +63,7 @@ class _AfterLoading:
     """Meta path finder that finds nothing itself, but runs callbacks after the modules they wait for are loaded."""
 
     def __init__(self) -> None:
-        self.waiting: dict[str, Callable[[types.ModuleType], None]] = {}
+        self.waiting: dict[str, list[Callable[[types.ModuleType], None]]] = {}
         self.watching: list[tuple[tuple[str, ...], Callable[[types.ModuleType], None]]] = []
         self.searching = False
 
@@ -82,7 +82,7 @@ class _AfterLoading:
 
             def load_and_call(module: types.ModuleType) -> None:
                 load(module)
-                if call := self.waiting.pop(name, None):
+                for call in self.waiting.pop(name, ()):
                     call(module)
                 for starts, watch in self.watching:
                     if name.startswith(starts):
@@ -114,7 +114,7 @@ def _load(modules: Iterable[str], _: types.ModuleType | None = None) -> None:
 
 def when_loaded(name: str, call: Callable[[types.ModuleType], None]) -> None:
     """Call a function with a module that is not imported yet, as soon as it is."""
-    _after_loading().waiting[name] = call
+    _after_loading().waiting.setdefault(name, []).append(call)
 
 
 def when_any_loaded(starts: tuple[str, ...], call: Callable[[types.ModuleType], None]) -> None:

@@ -3,6 +3,7 @@
 import importlib.metadata
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,17 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_the_backend_is_registered_once_from_a_source_tree(order):
     code = f"import {order}; print(torch._dynamo.list_backends().count('dta'))"
     assert python("-c", code, cwd=ROOT).split() == ["1"]
+
+
+def test_everything_registers_with_transformers_after_the_backend_is_loaded():
+    """The package and the backend both wait for the same module."""
+    program = """
+        import dta_compile.backend, transformers
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+        assert "dta" in ALL_ATTENTION_FUNCTIONS
+        assert hasattr(transformers.LlavaModel.get_image_features, "of_dta")
+    """
+    python("-c", textwrap.dedent(program))
 
 
 def test_the_version_is_that_of_the_package(distribution):

@@ -42,4 +42,4 @@ def test_gradients_that_will_be_summed_are_not_given_away(monkeypatch):
     monkeypatch.setattr(planned_call, "default_budget", lambda device, taken=0: seen.append(taken) or GIB)
     model = TinyLM(layers=1)
     torch.compile(model, backend="dta")(shared_ids())
-    assert seen == [sum(parameter.nbytes for parameter in model.parameters())]
+    assert set(seen) == {sum(parameter.nbytes for parameter in model.parameters())}

@@ -23,6 +23,7 @@ from dta_compile.integrations.layer_groups import gather_all
 from dta_compile.ops.feature_tables import TABLE_ROWS
 from dta_compile.passes.program import ancestors, output_node, where
 from dta_compile.runtime.encoder_methods import encoder_of
+from dta_compile.runtime.encoders import as_table
 
 # Calls between an encoder and the use of its features that treat each feature by itself.
 ROW_WISE = {"to", "type", "type_as", "contiguous", "float", "double", "half", "bfloat16", "detach", "clone"}
@@ -62,19 +63,15 @@ class EncoderCalls:
             results = encoders.run(*(args[number] for number in self.inputs))
             features, positions = results[: len(self.calls)], results[len(self.calls) :]
             rows = [encoders.rows[call] for call in self.calls]
-            pairs = zip(map(_table, features[: self.read]), rows, strict=False)
+            pairs = zip(map(as_table, features[: self.read]), rows, strict=False)
             outputs = list(run(*args, *(value for pair in pairs for value in pair), *positions))
             for number, i in self.returned.items():
-                outputs[number] = _table(features[i])[rows[i]].reshape(-1, *features[i].shape[1:])
+                outputs[number] = as_table(features[i])[rows[i]].reshape(-1, *features[i].shape[1:])
             for sentence in encoders.notes:
                 note(sentence)
             return outputs
 
         return run_encoded
-
-
-def _table(features: torch.Tensor) -> torch.Tensor:
-    return features.reshape(-1, features.shape[-1])
 
 
 class _Distinct(fx.Interpreter):

@@ -11,7 +11,7 @@ import torch
 
 from dta_compile.errors import RefusalError
 
-__all__ = ["Encoder", "Features", "distinct", "encode_distinct"]
+__all__ = ["Encoder", "Features", "as_table", "distinct", "encode_distinct"]
 
 MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # 2**64 over the golden ratio, as a signed number
 BLOCK = 64  # media that are hashed or compared at a time
@@ -100,8 +100,9 @@ def encode_distinct(
     """
     count = len(media[0])
     if count == 0 or any(len(value) != count or value.requires_grad for value in media):
-        tables = [_as_rows(value) for value in encoder(*media)]
-        return Features(tables, [_range(table, len(table)) for table in tables], 1, 1, 1, True)
+        made = encoder(*media)
+        rows = [_range(value, value.numel() // value.shape[-1]) for value in made]
+        return Features([*map(as_table, made)], rows, min(count, 1), min(count, 1), 1)
     first, kinds = distinct(media)
     different = len(first)
     encoded = next((k for k in range(different, count) if works_for(k)), count)
@@ -127,11 +128,13 @@ def _tables(
     index = torch.tensor(chosen, device=media[0].device)
     is_whole = list(chosen) == list(range(len(media[0])))
     with mode:
-        return [_as_rows(v) for v in encoder(*(media if is_whole else [v.index_select(0, index) for v in media]))]
+        return [as_table(v) for v in encoder(*(media if is_whole else [v.index_select(0, index) for v in media]))]
 
 
-def _as_rows(features: torch.Tensor) -> torch.Tensor:
-    return features.reshape(-1, features.shape[-1])
+def as_table(features: torch.Tensor) -> torch.Tensor:
+    """Return features as `[N, D]`; if there are none, a row of zeros, since tokens without features read row 0."""
+    table = features.reshape(-1, features.shape[-1])
+    return table if len(table) else torch.nn.functional.pad(table, (0, 0, 0, 1))
 
 
 def _range(table: torch.Tensor, end: int) -> torch.Tensor:

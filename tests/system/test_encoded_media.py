@@ -135,6 +135,13 @@ def test_frozen_parts_and_scoring():
         assert_same(compiled(*batch), model(*batch))
 
 
+def test_a_batch_without_images():
+    model = Reader()
+    compiled = torch.compile(model, backend="dta")
+    ids, pixels = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]]), torch.zeros(0, 1, SIZE, SIZE, dtype=torch.float64)
+    assert_same(*(run(lambda f=f: f(ids, pixels), model) for f in (compiled, model)))
+
+
 def test_more_placeholders_than_features():
     model = Reader()
     compiled = torch.compile(model, backend="dta")

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 import torch._dynamo
+from torch._dynamo import trace_rules
+from torch._dynamo.variables import UserFunctionVariable
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dta_compile.capture.dynamo import examples, graph_being_traced, outside_of_trace
@@ -188,6 +190,9 @@ def stand_in() -> None:
     if not TAKES_MODULES:
         return
     torch._check_tensor_all = _checking(torch._check_tensor_all)
+    # Dynamo looks its own function up by name, whenever its cache of rules is cleared: ours is traced like any other.
+    trace_rules.manual_torch_name_rule_map["torch._check_tensor_all"] = UserFunctionVariable
+    trace_rules.get_torch_obj_rule_map.cache_clear()
     if MODELS in sys.modules:
         _wrap_models(sys.modules[MODELS])
     else:

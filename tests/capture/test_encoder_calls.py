@@ -30,6 +30,7 @@ class Graphs(list):
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
     torch.compiler.reset()
+    torch._dynamo.trace_rules.clear_lru_cache()  # as whatever runs before may do
 
 
 def call_of(name, rows=ROWS):

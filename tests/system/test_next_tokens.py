@@ -25,16 +25,34 @@ class Further(nn.Module):
         self.position = nn.Embedding(64, WIDTH)
 
     def forward(self, hidden: torch.Tensor, embedded: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        x = self.join(torch.cat([self.norms[0](hidden), self.norms[1](embedded)], -1))
+        x = self.joined(hidden, embedded)
         return self.block(x + self.position(torch.arange(x.shape[1])), mask)
+
+    def joined(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        return self.join(torch.cat([self.norms[0](hidden), self.norms[1](embedded)], -1))
+
+
+class Scaled(Further):
+    """Divides by the number of its tokens, and by the root of it."""
+
+    def joined(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        return super().joined(hidden / hidden.shape[1], embedded) * hidden.shape[1] ** -0.5
+
+
+class Split(Further):
+    """Takes the first token apart from the others."""
+
+    def joined(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        first, others = hidden.split([1, hidden.shape[1] - 1], 1)
+        return super().joined(torch.cat([first * 2, others], 1), embedded)
 
 
 class Predicting(TinyLM):
     """Predicts the next token and `depth` tokens after it; `mask`: with a mask over pairs in the further layers."""
 
-    def __init__(self, depth: int = 1, mask: bool = False) -> None:
+    def __init__(self, depth: int = 1, mask: bool = False, further: type[Further] = Further) -> None:
         super().__init__(layers=1)
-        self.further, self.mask = nn.ModuleList(Further() for _ in range(depth)).double(), mask
+        self.further, self.mask = nn.ModuleList(further() for _ in range(depth)).double(), mask
 
     def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         embedded = self.embedding(ids)
@@ -55,14 +73,15 @@ def after(function, model, ids):
     return [result.detach() for result in results], {name: p.grad for name, p in model.named_parameters()}
 
 
-def test_each_token_with_the_next_one():
-    model = Predicting()
+@pytest.mark.parametrize("further", [Further, Scaled])
+def test_each_token_with_the_next_one(further):
+    model = Predicting(further=further)
     compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
     for ids in (shared_ids(), shared_ids(4, 13, seed=2)):
         assert_same(after(compiled, model, ids), after(model, model, ids))
 
 
-@pytest.mark.parametrize("model", [{"depth": 2}, {"mask": True}])
+@pytest.mark.parametrize("model", [{"depth": 2}, {"mask": True}, {"further": Split}])
 def test_other_further_layers_are_refused(model):
     compiled = torch.compile(Predicting(**model), backend="dta", options=SMALL_CHUNKS)
     with pytest.raises(RefusalError) as caught:

@@ -30,6 +30,7 @@ from dta_compile.passes.graphs.operators import (
     KEEP_ORDER,
     MATRIX_PRODUCTS,
     ROW_REDUCTIONS,
+    TAKE_A_SHAPE,
     TRANSPOSITIONS,
     UNTAGGED_POINTWISE,
 )
@@ -71,7 +72,7 @@ def pair_next_tokens(graph: fx.Graph, parameters: Collection[fx.Node]) -> None:
     try:
         for node in nodes:
             pairs.add(node)
-    except (_NotPaired, RuntimeError):  # the latter of torch: an operator takes this number of tokens alone
+    except (_NotPaired, RuntimeError, ValueError):  # of torch: an operator takes this number of tokens alone
         pass
     else:
         pairs.replace()
@@ -147,6 +148,8 @@ class _Pairs:
         def of_all(arg: fx.Node) -> Any:
             if has_tensor(arg):
                 return self.whole.get(arg, arg)
+            if node.target not in TAKE_A_SHAPE:
+                return arg  # a number like any other, as in `h / h.shape[1]`
             size = self.sizes.build(expression(arg.meta["val"]).subs(self.tokens, self.tokens + 1))
             if size is None:
                 raise _NotPaired

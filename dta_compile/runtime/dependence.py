@@ -60,30 +60,33 @@ class Dependence(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         marked = [leaf for leaf in tree_leaves((args, kwargs)) if self._is_marked(leaf)]
-        if marked and not SHAPES.fullmatch(func.overloadpacket.__name__):
+        if marked and not SHAPES.fullmatch(_name(func)):
             call = _Call(func, {**dict(zip(_names(func), args, strict=False)), **kwargs}, result)
-            if self._decides(call, marked):
+            if self._decides(call):
                 self._is_lost |= any(bool(self.of(one).any()) for one in marked)
             else:
-                for one, marks in zip(tree_leaves(result), tree_leaves(self._marks_of(call, marked)), strict=True):
+                for one, marks in zip(tree_leaves(result), tree_leaves(self._marks_of(call)), strict=True):
                     self._marks[one] = marks.to(one.device)
         return result
 
     def _is_marked(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value in self._marks
 
-    @staticmethod
-    def _decides(call: _Call, marked: Sequence[torch.Tensor]) -> bool:
+    def _is_first_alone(self, call: _Call) -> bool:
+        """Return whether no operand after the first is marked; in `x[x]` the index is, too."""
+        _, *others = call.given.values()
+        return not any(map(self._is_marked, tree_leaves(others)))
+
+    def _decides(self, call: _Call) -> bool:
         """Return whether marked operands decide about a shape or a number, or are in memory that is written to."""
         if call.func._schema.is_mutable or not all(isinstance(one, torch.Tensor) for one in call.results):
             return True
-        is_selection = call.func is aten.index.Tensor and all(one is call.first for one in marked)
+        is_selection = call.func is aten.index.Tensor and self._is_first_alone(call)
         return any(tag in call.func.tags for tag in UNKNOWN_SHAPES) and not is_selection
 
-    def _marks_of(self, call: _Call, marked: Sequence[torch.Tensor]) -> Any:
+    def _marks_of(self, call: _Call) -> Any:
         """Return the marks of an operator's results, in their structure."""
-        name, first = call.func.overloadpacket.__name__, tree_leaves(call.first)
-        of_first = all(any(one is leaf for leaf in first) for one in marked)
+        name, of_first = _name(call.func), self._is_first_alone(call)
         if name in RULES and (marks := RULES[name](self, **call.given)) is not None:
             return marks.expand(call.result.shape)
         if MOVES.fullmatch(name) and of_first:
@@ -100,7 +103,7 @@ class Dependence(TorchDispatchMode):
         return tree_map(lambda one: marks.expand(one.shape), call.result)
 
     def _along(self, call: _Call) -> Any:
-        marks, given = self.of(call.first), call.given.get("dim", DIM.get(call.func.overloadpacket.__name__))
+        marks, given = self.of(call.first), call.given.get("dim", DIM.get(_name(call.func)))
         dims = [given] if isinstance(given, int) else given or range(marks.dim())
         dims = [dim % marks.dim() for dim in dims] if marks.dim() else []
         kept = marks.any(dims, keepdim=True) if dims else marks
@@ -133,6 +136,13 @@ class _Call:
 @functools.cache
 def _names(func: Any) -> list[str]:
     return [argument.name for argument in func._schema.arguments]
+
+
+@functools.cache
+def _name(func: Any) -> str:
+    """Return the name that rules know an operator by: "" for `view.dtype`, which regroups bits, and other libraries."""
+    is_known = func.namespace == "aten" and func is not aten.view.dtype
+    return str(func.overloadpacket.__name__) if is_known else ""
 
 
 # Rules of operators take their arguments by name, and return None for operands that they are not about.

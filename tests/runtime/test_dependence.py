@@ -13,6 +13,11 @@ def counted(chosen):
     return torch.zeros(2, 4, 3).scatter(-1, chosen[..., None], 1.0)
 
 
+@torch.library.custom_op("dta_test_dependence::mul", mutates_args=())
+def mul_by_name(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return self + other
+
+
 KEEPS_OUT = {
     "masked, then summed": lambda x, chosen: torch.where(REAL[..., None], x, 0).sum((0, 1)),
     "filled": lambda x, chosen: x.masked_fill(~REAL[..., None], 0).amax((0, 1)),
@@ -46,6 +51,8 @@ LETS_IN = {
     "its own mask": lambda x, chosen: x[x > 2.5].sum(),
     "normalised": lambda x, chosen: F.layer_norm(x, (3,)),
     "a product": lambda x, chosen: x @ torch.eye(3).double(),
+    "a product by name": lambda x, chosen: mul_by_name(x, torch.zeros(2, 4, 3).double()),
+    "bits": lambda x, chosen: x.view(torch.int32),
 }
 
 
@@ -75,9 +82,26 @@ def test_what_is_masked_is_not_marked(name):
     assert all(torch.equal(result, KEEPS_OUT[name](*inputs(seed))) for seed in range(4))
 
 
+def assert_lets_in(function):
+    result, marks = followed(function)
+    assert marks.any()
+    others = [other for seed in range(4) if (other := function(*inputs(seed))).shape == result.shape]
+    assert all(torch.equal(result[~marks], other[~marks]) for other in others)
+
+
 @pytest.mark.parametrize("name", LETS_IN)
 def test_what_is_let_in_is_marked(name):
-    result, marks = followed(LETS_IN[name])
-    assert marks.any()
-    others = [other for seed in range(4) if (other := LETS_IN[name](*inputs(seed))).shape == result.shape]
-    assert all(torch.equal(result[~marks], other[~marks]) for other in others)
+    assert_lets_in(LETS_IN[name])
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda row: row[row],
+        lambda row: row.index_select(0, row),
+        lambda row: row.gather(0, row),
+        lambda row: (other := row != 1)[other],
+    ],
+)
+def test_an_index_that_is_the_tensor_itself(read):
+    assert_lets_in(lambda x, chosen: read(chosen[0]))

@@ -221,7 +221,7 @@ class Limits:
         is_asked_for: whether the user set the budget; otherwise it is a share of the free memory.
         by_stages: budget and chunk sizes of a sweep of stages, where they differ.
         room: bytes that values passed between parts may take; above that they are swept group by group. None: any.
-        groups: least number of groups of subtrees, which ranks that gather parameters together have agreed on.
+        groups: number of groups of subtrees that ranks which gather parameters together agreed on; 1: as few as fit.
     """
 
     budget: int | None = None
@@ -411,8 +411,8 @@ def _build(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Sch
     if mode != "transparent" or options.sweep != "stages":
         return usual
     sent = sum(part.sent for part in limits.parts)
-    least = max(limits.groups, options.groups or 1)
-    if least > 1 or (limits.room is not None and tree.num_rows * sent > limits.room):
+    least = options.groups or 1
+    if max(limits.groups, least) > 1 or (limits.room is not None and tree.num_rows * sent > limits.room):
         groups = _groups(tree, limits, sent, least)
         if len(groups) > 1:
             return usual.in_groups(_group_ops(group, tree.of(group), options, limits) for group in groups)
@@ -424,7 +424,12 @@ def _build(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Sch
 
 
 def _groups(tree: PrefixTree, limits: Limits, sent: float, least: int) -> list[list[int]]:
-    """Divide the sequences into the fewest groups of which each passes few enough bytes (`sent` a token) to fit."""
+    """Divide the sequences into the fewest groups of which each passes few enough bytes (`sent` a token) to fit.
+
+    If ranks agreed on a number, it is that number: with another, they would wait for each other's collectives forever.
+    """
+    if limits.groups > 1:
+        return balance(tree, limits.groups, contiguous=True)
     most = max(int(np.count_nonzero(tree.lengths)), least)
     room = max(math.inf if limits.room is None else limits.room, int(tree.lengths.max(initial=0)) * sent, 1.0)
     number = min(max(math.ceil(tree.num_rows * sent / room), least), most)

@@ -1,5 +1,7 @@
 """What ranks of a tensor-parallel group agree on, and what they compare; the group is a stand-in."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -31,14 +33,16 @@ def fail(error):
     raise error
 
 
-OWN = Limits(budget=100, cost=CostModel(), chunk_sizes=(2048, 4096))
+OWN = Limits(budget=100, cost=CostModel(), chunk_sizes=(2048, 4096), by_stages=(80, (2048,)), room=70.0)
 
 
 def test_limits_are_the_least_memory_and_the_times_of_the_first_rank():
-    other = OfMachine(50, CostModel.of_gpu(), (2048,))
+    other = OfMachine(50, CostModel.of_gpu(), (2048,), (90, (2048, 4096)), 60.0)
     value, limits = ranks(other).agreed(lambda: ("read", OWN))
     assert value == "read"
-    assert (limits.budget, limits.cost, limits.chunk_sizes) == (50, CostModel(), (2048,))
+    assert limits.of_machine == OfMachine(50, CostModel(), (2048,), (80, (2048,)), 60.0)
+    theirs = dataclasses.replace(Limits(), **other._asdict())
+    assert theirs.agreed([OWN.of_machine, other]).of_machine == limits.of_machine
     assert ranks(OfMachine(None, CostModel(), (2048,))).agreed(lambda: ("read", Limits()))[1].budget is None
 
 

@@ -112,8 +112,8 @@ class Engine:
         verify = self.options.verify
         layers = self._layer_groups(args)
         if verify == "always" or (verify == "first" and not self.checked):
-            self.checked = True
             run, verdict = verified(self.captured, self.run, args)
+            self.checked = True  # a call that differs leaves the check to the next one
             assert self.last_plan is not None
             self.last_plan.estimates.self_check = verdict
             return run
@@ -179,10 +179,11 @@ class Engine:
             if self.options.verify == "auto" and not self.checked:
                 self.verdict = "skipped: layers are gathered from other ranks one at a time"
         elif call.rows.tree.num_rows and self._is_check_due(mode):
-            self.checked = True
             self.verdict = self_check(call, self.captured, run_small, self.compile_seconds)
-        elif call.rows.tree.num_rows and self._is_swap_unchecked(call, mode):
+            self.checked = True
+        elif call.rows.tree.num_rows and (swaps := self._unchecked_swaps(call, mode)):
             verdict = self_check(call, self.captured, run_small, 0.0, "at the first call with generated code")
+            self._checked_swaps = swaps
             skipped = verdict.startswith("skipped")
             self.verdict = f"{self.verdict}; with generated code {verdict}" if skipped else verdict
         call.plan.estimates.self_check = self.verdict
@@ -200,14 +201,13 @@ class Engine:
             return verify == "always" or (verify != "off" and not self.checked)
         return verify == "auto" and not self.checked
 
-    def _is_swap_unchecked(self, call: PlannedCall, mode: str) -> bool:
-        """Return whether a call is the first to run code that was generated after the self-check."""
+    def _unchecked_swaps(self, call: PlannedCall, mode: str) -> int:
+        """Return the number of swaps so far if the self-check has not covered all code that a call runs; else 0."""
         generated = self.executable.joint.generated
         if generated is None or self.options.verify != "auto" or mode == "streaming":
-            return False
+            return 0
         _ = call.generated_code  # takes the code that is ready now
-        seen, self._checked_swaps = self._checked_swaps, generated.swaps
-        return self._checked_swaps > seen
+        return generated.swaps if generated.swaps > self._checked_swaps else 0
 
     def run_small(self, columns: int, args: Sequence[Any], sweep: str) -> Run:
         """Run the small call of a self-check: with shared prefixes, in several chunks, without recording times or CUDA

@@ -21,6 +21,7 @@ from dta_compile.codegen import background
 from dta_compile.codegen.inductor import Code, generate, load
 from dta_compile.codegen.worker import Result
 from dta_compile.codegen.wrapper import kernels, needed
+from dta_compile.errors import VerificationError
 from dta_compile.executable.code import CppSource, Input, Source
 from dta_compile.executable.pieces import NO_CODES, Piece, running
 from dta_compile.runtime import engine
@@ -199,6 +200,25 @@ def test_code_that_is_swapped_in_is_checked(model, pretended, monkeypatch):
         if number == 1:
             pretended.latest.end()
     assert checked == [0, 0] and pretended.runs
+
+
+def test_code_that_differs_is_checked_until_it_does_not(model, pretended, monkeypatch):
+    ids, compiled, verdicts = shared_ids(), compile_with(model), ["equal", "", "", "equal"]
+
+    def check(*arguments):
+        if not (verdict := verdicts.pop(0)):
+            raise VerificationError("output 0 differs from the captured program")
+        return verdict
+
+    monkeypatch.setattr(engine, "self_check", check)
+    step(compiled, ids)
+    pretended.latest.end()
+    for _ in range(2):
+        with pytest.raises(VerificationError):
+            step(compiled, ids)
+    for _ in range(2):
+        step(compiled, ids)
+    assert not verdicts
 
 
 # What goes wrong

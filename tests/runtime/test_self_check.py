@@ -123,6 +123,24 @@ def test_a_mismatch_is_found_before_a_gradient_is_handed_out(steps, monkeypatch,
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("verify", ["auto", "first", "always"])
+def test_calls_are_checked_until_one_is_right(monkeypatch, verify):
+    from dta_compile.runtime.path.stack import PathStack
+
+    def wrong_values(self, layer, key, value, write=PathStack.write):
+        write(self, layer, key, value * 1.01)
+
+    model, ids = BareLM(), shared_ids(5, 40)
+    compiled = dta(model, **SMALL_CHUNKS, verify=verify)
+    with monkeypatch.context() as patched:
+        patched.setattr(PathStack, "write", wrong_values)
+        for _ in range(2):
+            with pytest.raises(VerificationError, match="output 0"):
+                compiled(ids)
+    assert_same(compiled(ids), model(ids))
+    assert "outputs within" in check_line(compiled) and engine_of(compiled).checked
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_divergence_of_equal_models_is_only_rounding(dtype, monkeypatch):
     """Its gradient is zero but for rounding, as at the first step of a run with a penalty on it; a wrong one is not."""

@@ -4,9 +4,11 @@ import functools
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import dta_compile
 from dta_compile.errors import RuntimeContractError
+from dta_compile.runtime.transparent import TreeRun
 from tests.support.tiny import (
     PACKED_IDS,
     SEGMENTS,
@@ -82,6 +84,35 @@ def test_a_gradient_arrives_once_and_before_layers_below_run(model, compiled):
     assert len(set(arrived)) == len(arrived) > len(hooks) / 2
     of_layers = [int(name.split(".")[1]) for name in arrived if name.startswith("blocks")]
     assert of_layers == sorted(of_layers, reverse=True)
+
+
+def test_values_between_parts_are_freed_as_soon_as_they_were_read(model, compiled, monkeypatch):
+    sent, alive, expected = [], [], []
+    forward, backward = TreeRun.forward_rows, TreeRun.backward
+
+    def note(count):
+        alive.append(sum(not storage.expired() for storage in sent))
+        expected.append(count)
+
+    def forward_rows(run, received):
+        values, rows = forward(run, received)
+        if not keeps:
+            note(len(received))
+        sent.extend(StorageWeakRef(value.untyped_storage()) for value in values)
+        return values, rows
+
+    def of_part(run, grads, received, parameters):
+        note(sum(len(part.writes) for part in run.call.parts[: run.number]) * len(run.chunks))
+        return backward(run, grads, received, parameters)
+
+    monkeypatch.setattr(TreeRun, "forward_rows", forward_rows)
+    monkeypatch.setattr(TreeRun, "backward", of_part)
+    keeps = False
+    loss = weighted(compiled(IDS, MASK)[MASK])
+    keeps = True  # each group goes forward once more, for its backward
+    loss.backward()
+    model.zero_grad()
+    assert alive == expected and max(alive) > 0
 
 
 def test_a_parameter_that_is_written_to_before_the_backward_is_an_error(model, compiled):

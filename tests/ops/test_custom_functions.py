@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import dta_compile
 from dta_compile.errors import RefusalError
+from tests.support.tiny import Clipped
 
 VOCABULARY = 32
 
@@ -154,16 +155,6 @@ class Gelu(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         slope = torch.where(x.abs() < 0.1, torch.ones_like(x), 0.5 + 0.3 * x.tanh())
         return -(-grad / 2 + grad * slope).masked_fill(x > 1, 0.0)
-
-
-class Clipped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.clamp(-0.05, 0.05)
 
 
 class Centred(Clipped):

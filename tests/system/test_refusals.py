@@ -9,6 +9,7 @@ from torch import nn
 
 import dta_compile
 from dta_compile.errors import RefusalError
+from tests.support.tiny import Clipped
 
 VOCABULARY, WIDTH, HEADS = 31, 16, 2
 
@@ -164,16 +165,6 @@ def data_write(block, x, q, k, v):
     x = x * 1.5
     x.data.mul_(2)
     return x.sin()
-
-
-class Clipped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.clamp(-1, 1)
 
 
 def assigned_data(block, x, q, k, v):

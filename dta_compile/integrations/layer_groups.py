@@ -155,6 +155,13 @@ def is_gathered_to_check() -> bool:
     return is_first and size <= MOST_CHECKED
 
 
+def gather_to_check_again() -> None:
+    """Let the next call gather all parameters once more, because the self-check of the running one failed."""
+    for call in running():
+        for state in call.modules:
+            state.__dict__.pop("_dta_modes_seen", None)
+
+
 def layer_groups(parts: Sequence[Sequence[torch.Tensor]], others: Iterable[torch.Tensor]) -> LayerGroups | None:
     """Build the groups of the running calls from the parameters that each part reads.
 

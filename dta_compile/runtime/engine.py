@@ -15,10 +15,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from dta_compile.errors import RefusalError
+from dta_compile.errors import RefusalError, VerificationError
 from dta_compile.executable.as_captured import as_captured
 from dta_compile.executable.executable import Executable
-from dta_compile.integrations.layer_groups import LayerGroups, gather_all, is_gathered_to_check, layer_groups
+from dta_compile.integrations.layer_groups import (
+    LayerGroups,
+    gather_all,
+    gather_to_check_again,
+    is_gathered_to_check,
+    layer_groups,
+)
 from dta_compile.options import Options
 from dta_compile.plan import MeasuredRun, Plan
 from dta_compile.runtime import interception
@@ -174,20 +180,28 @@ class Engine:
                     call = plan_call(call, mode, wanted, groups)
             self.last_plan = call.plan
         self._trace(call.plan)
-        run_small = functools.partial(self.run_small, sweep=call.plan.schedule.sweep)
         if layers is not None:
             if self.options.verify == "auto" and not self.checked:
                 self.verdict = "skipped: layers are gathered from other ranks one at a time"
         elif call.rows.tree.num_rows and self._is_check_due(mode):
-            self.verdict = self_check(call, self.captured, run_small, self.compile_seconds)
+            self.verdict = self._self_check(call, self.compile_seconds)
             self.checked = True
         elif call.rows.tree.num_rows and (swaps := self._unchecked_swaps(call, mode)):
-            verdict = self_check(call, self.captured, run_small, 0.0, "at the first call with generated code")
+            verdict = self._self_check(call, 0.0, "at the first call with generated code")
             self._checked_swaps = swaps
             skipped = verdict.startswith("skipped")
             self.verdict = f"{self.verdict}; with generated code {verdict}" if skipped else verdict
         call.plan.estimates.self_check = self.verdict
         return call
+
+    def _self_check(self, call: PlannedCall, compile_seconds: float, *when: str) -> str:
+        """Run the self-check; after a failure the next call can run it again."""
+        try:
+            run_small = functools.partial(self.run_small, sweep=call.plan.schedule.sweep)
+            return self_check(call, self.captured, run_small, compile_seconds, *when)
+        except VerificationError:
+            gather_to_check_again()
+            raise
 
     def _trace(self, plan: Plan) -> None:
         """Write the plans of the first calls to structured traces."""

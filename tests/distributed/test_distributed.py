@@ -14,11 +14,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
+import dta_compile
 from dta_compile import distributed
-from dta_compile.errors import OptionError, RefusalError, RuntimeContractError
+from dta_compile.errors import OptionError, RefusalError, RuntimeContractError, VerificationError
 from dta_compile.plan import CostModel
+from dta_compile.runtime.path.stack import PathStack
 from dta_compile.runtime.transparent import TreeRun
-from tests.support import distributed_worker
+from tests.support import distributed_worker, per_layer
 from tests.support.tiny import SMALL_CHUNKS, TinyLM, shared_ids, weighted
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
@@ -95,6 +97,21 @@ def test_buckets_are_reduced_while_layers_below_go_backward(one_rank, monkeypatc
     parts = [event for event in events if event != "reduced"]
     assert parts == sorted(parts, reverse=True) and len(parts) > 3
     assert all("reduced" in events[events.index(part) : events.index(part - 1)] for part in parts[:-1])
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # of torch
+def test_parameters_are_gathered_for_a_self_check_until_it_succeeds(one_rank, monkeypatch):
+    torch.compiler.reset()
+    *_, compiled = per_layer.pair(compile_options={**SMALL_CHUNKS, "sweep": "stages"})
+    write = PathStack.write
+    with monkeypatch.context() as patched:
+        patched.setattr(PathStack, "write", lambda path, layer, key, value: write(path, layer, key, value + 1))
+        for _ in range(2):
+            with pytest.raises(VerificationError):
+                compiled(shared_ids())
+    for _ in range(2):
+        weighted(compiled(shared_ids())).backward()
+        assert "outputs within" in dta_compile.last_plan(compiled).estimates.self_check
 
 
 def in_parts(model):

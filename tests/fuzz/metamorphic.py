@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dta_compile.backend import BUG
 from dta_compile.errors import RefusalError, RuntimeContractError
@@ -35,7 +35,6 @@ def judge(
     seed: int,
     tolerance: float = oracle.TOLERANCE,
     dtype: torch.dtype = torch.float64,
-    exactly: contextlib.AbstractContextManager[Any] | None = None,
 ) -> tuple[str, str]:
     """The verdict on `make()` under every relation that it obeys in eager.
 
@@ -46,14 +45,15 @@ def judge(
         options: those of the backend.
         seed: of what relations draw.
         tolerance: of gradients, relative to their largest entry.
-        exactly: eager rounds less in it; what it rounds otherwise is added to the tolerance.
+        dtype: the default one; where it is float32, parts of the model round so, and what their rounding errors
+            come to is added to the tolerance.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _Trial(make, seen, call, tolerance, exactly).run(options, seed)
+            return _Trial(make, seen, call, tolerance, dtype == torch.float32).run(options, seed)
     finally:
         torch.set_default_dtype(before)
         torch._dynamo.reset()
@@ -68,8 +68,8 @@ class _Discarded(Exception):
 
 
 class _Trial:
-    def __init__(self, make: Any, seen: Any, call: Call, tolerance: float, exactly: Any = None) -> None:
-        self.make, self.seen, self.call, self.tolerance, self.exactly = make, seen, call, tolerance, exactly
+    def __init__(self, make: Any, seen: Any, call: Call, tolerance: float, islands: bool) -> None:
+        self.make, self.seen, self.call, self.tolerance, self.islands = make, seen, call, tolerance, islands
         self.rounding = dict[str, float]()  # of eager, by gradient
         self.obeyed = list[str]()
         self.refused = dict[str, str]()
@@ -103,10 +103,7 @@ class _Trial:
             raise _Discarded(f"eager: {type(error).__name__}: {error}") from error
         if not all(torch.isfinite(value).all() for value in expected.values()):
             raise _Discarded(NOT_FINITE)
-        if self.exactly is not None:
-            with self.exactly:
-                exact = gradients(precise := oracle.seeded(self.make), precise, (base,))
-            self.rounding = {key: oracle.difference({key: expected[key]}, {key: exact[key]}, exact) for key in exact}
+        self._measure_rounding(model, base, expected)
         shaken = gradients(perturbed := oracle.perturbed(oracle.seeded(self.make)), perturbed, (base,))
         if not self._error(shaken, expected) <= max(oracle.PERTURBATION * oracle.STEEPEST, self.tolerance):
             raise _Discarded("eager: magnifies rounding")
@@ -143,8 +140,20 @@ class _Trial:
                 return  # such a change leaves nothing to differentiate
             if not all(torch.isfinite(value).all() for value in expected.values()):
                 return
+            self._measure_rounding(exact, base, expected)
             if not self._try(change.name, lambda: gradients(compiled, model, (base,)), expected):
                 return
+
+    def _measure_rounding(self, model: Any, base: Weighted, expected: Values) -> None:
+        """How far apart eager's own gradients are under other roundings, where some are those of float32."""
+        if not self.islands:
+            return
+        self.rounding = dict.fromkeys(expected, 0.0)
+        for seed in range(3):
+            with oracle.Rounded(seed), sdpa_kernel(SDPBackend.MATH):
+                found = gradients(model, model, (base,))
+            for key, error in self._errors(found, expected).items():
+                self.rounding[key] = max(self.rounding[key], oracle.ROUNDINGS * error)
 
     def _in_eager(self, model: Any, calls: tuple[Weighted, ...], expected: Values) -> bool:
         try:
@@ -168,7 +177,7 @@ class _Trial:
     def _compare(self, name: str, found: Values, expected: Values) -> None:
         if found.keys() != expected.keys():
             raise _Wrong(f"{name}: on one side only: {sorted(found.keys() ^ expected.keys())}")
-        errors = {key: oracle.difference({key: found[key]}, {key: expected[key]}, expected) for key in expected}
+        errors = self._errors(found, expected)
         allowed = {key: self.tolerance + self.rounding.get(key, 0.0) for key in errors}
         beyond = {key: error for key, error in errors.items() if not error <= allowed[key]}
         if beyond:
@@ -176,4 +185,7 @@ class _Trial:
         self.obeyed.append(name)
 
     def _error(self, found: Values, expected: Values) -> float:
-        return max((oracle.difference({k: found[k]}, {k: expected[k]}, expected) for k in expected), default=0.0)
+        return max(self._errors(found, expected).values(), default=0.0)
+
+    def _errors(self, found: Values, expected: Values) -> dict[str, float]:
+        return {key: oracle.difference({key: found[key]}, {key: expected[key]}, expected) for key in expected}

@@ -61,6 +61,7 @@ SIZES = {
     ("sliding_window", "sliding_window_size", "attention_window", "attention_window_size", "window_size"): 5,
     ("keep_window_size", "local_attention", "local_attention_window_len", "attention_chunk_size"): 5,
     ("index_topk", "index_block_size"): 4,
+    ("mamba_chunk_size",): 4,  # tokens that its scan in eager takes at once
     ("index_topk_blocks", "index_n_heads", "no_rope_layer_interval", "attn_layer_period"): 2,
     ("index_head_dim",): 16,
     ("attn_layer_offset",): 1,

@@ -105,17 +105,12 @@ def forbids(term: Term, sizes: Mapping[str, sympy.Expr], facts: Facts) -> bool:
 
 
 def _by_a_condition(term: Term, logic: Logic) -> MaskClass | None:
-    """Return the class of a mask that lets every token attend to itself, with a condition on the key as padding.
+    """Return the class of a mask that lets padding attend to itself or others, with a condition on the key as padding.
 
-    Returns None if no condition gives a provable class. Padding then attends to itself alone, or to real tokens as
-    well. As with any padding, its outputs are not computed, and a gradient for them is an error.
+    Returns None if no condition gives a provable class. As with any padding, its outputs are not computed, and a
+    gradient for them is an error.
     """
     undecided = (Unproven, Untranslatable, z3.Z3Exception)
-    try:
-        if not logic.proves(_Proof(term, logic).valid_key):
-            return None
-    except undecided:
-        return None
     of_key = [part for part in subterms(term) if part.indices - {"row"} == {"key"} and part.dtype is torch.bool]
     for condition in [part for part in of_key if logic.reads_inputs(part)][:MOST_CONDITIONS]:
         for is_real in (True, False):

@@ -91,6 +91,7 @@ FORMS = [
     "m = ($m).expand(B, H, S, S)",
     "m = ($m).logical_not().logical_not()",
     "m = ($m) | torch.eye(S, dtype=torch.bool)",
+    "m = ($m) | ~($m).any(-1, keepdim=True)",
 ]
 _MULTIPLIED = "m = (1 - $m) * -1e9"
 

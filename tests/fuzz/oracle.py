@@ -111,8 +111,9 @@ class Rounded(TorchDispatchMode):
         return tree_map_only(torch.Tensor, self._off, results)
 
     def _off(self, value):
-        if value.dtype == torch.float64 and value.numel():
-            value.mul_(1 + 2.0**-52 * torch.randint(-1, 2, value.shape, generator=self.generator))
+        if value.is_floating_point() and value.numel():
+            unit = torch.finfo(value.dtype).eps
+            value.mul_(1 + unit * torch.randint(-1, 2, value.shape, generator=self.generator, dtype=value.dtype))
         return value
 
 

@@ -359,12 +359,23 @@ class Elements(Entries):
         return self._times(self._plus(index[dim], sympy.Integer(1)), sympy.Integer(int(constant)))
 
     def _any(self, node: fx.Node, index: Indices) -> Term | None:
+        """Return `any`, or `all`, along one dimension, in as far as it is known.
+
+        Over keys, it is that of the query's own key or of all of them: the first is what a real query is decided by.
+        """
         dims, source = argument(node, 1, "dim") if len(node.args) > 1 else None, node.args[0]
-        if not isinstance(dims, int) or argument(node, 2, "keepdim") or not sizes(source):
+        if not isinstance(dims, int) or not (shape := sizes(source)):
             return None
-        dim = dims % (len(index) + 1)
-        constant = self._constant_along(source, (*index[:dim], self._zero, *index[dim:]), dim)
-        return None if constant is None else self.terms.const(bool(constant), torch.bool)
+        dim, query = dims % len(shape), self.terms.index("query")
+        rest = index[dim + 1 :] if argument(node, 2, "keepdim") else index[dim:]
+        constant = self._constant_along(source, (*index[:dim], self._zero, *rest), dim)
+        if constant is not None:
+            return self.terms.const(bool(constant), torch.bool)
+        if not any(at is query and size == shape[dim] for at, size in zip(index, sizes(node), strict=True)):
+            return None
+        own = self._cast(self.entry(source, (*index[:dim], query, *rest)), torch.bool)
+        join = aten.logical_or.default if node.target is aten.any.dim else aten.logical_and.default
+        return self.terms.apply(join, own, self.terms.entry(self._leaf(self._first.like(node)), index))
 
     def _constant_along(self, node: fx.Node, index: Indices, dim: int) -> float | None:
         """Return the number that all entries along a non-empty dimension equal; None if that cannot be proven."""

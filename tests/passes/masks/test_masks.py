@@ -64,6 +64,10 @@ def kept_finite(ids, padding):
     return bias.masked_fill(bias == float("-inf"), least).double()
 
 
+def opened(mask, more):
+    return mask | more(mask)
+
+
 DISTANCE = positions(IDS)[0] - positions(IDS)[1]
 GIVEN = causal(IDS) & (MASK[:, None] > 0)  # a mask for every row
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 9, [0, 1, 1, 1, 1, 1, 1, 1, 2]])
@@ -143,6 +147,21 @@ CLASSES = {
     "hidden padding, and every token itself": (
         lambda ids, mask: torch.zeros(()).masked_fill(
             (~causal(ids) | (mask == 0)[:, None, None, :]) & ~torch.eye(ids.shape[1], dtype=torch.bool), float("-inf")
+        ),
+        [(IDS, MASK), (IDS, LEFT)],
+        "real tokens where",
+        [0, 0],
+    ),
+    "padding, and queries that see nothing see all": (
+        lambda ids, mask: opened(causal(ids) & mask.bool()[:, None, None, :], lambda m: ~m.any(-1, keepdim=True)),
+        [(IDS, MASK), (IDS, LEFT)],
+        "real tokens where",
+        [0, 0],
+    ),
+    "padding, and queries all of whose keys are hidden see themselves": (
+        lambda ids, mask: opened(
+            causal(ids) & (mask == 1)[:, None, None, :],
+            lambda m: (~m).all(-1)[..., None] & torch.eye(ids.shape[1], dtype=torch.bool),
         ),
         [(IDS, MASK), (IDS, LEFT)],
         "real tokens where",

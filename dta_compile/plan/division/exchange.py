@@ -1,13 +1,12 @@
 """Divide subtrees among groups by makespan scheduling, and improve divisions by local search.
 
-`deals` cuts the tree into pieces where little is shared and places them by three rules. `exchange` lets the most
+`deals` cuts the tree into pieces where little is shared and places them by two rules. `exchange` lets the most
 expensive group give a subtree away, or exchange one, while that lowers the largest cost.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -226,7 +225,7 @@ _Run = tuple[int, int]  # items `[a, b)`
 SIZES = (1, 2, 4, 8, 16, 64)  # pieces cost at most 1 / size of the lower bound of a group
 NEARLY = 1.1  # links of up to 1.1 times the least link of a subtree count as equally cheap to cut
 MOST_PIECES = 2**12  # pieces dealt out
-MOST_SUMS = 2**16  # pieces x groups: the work of largest differencing
+MOST_ROOMS = 2**16  # pieces x groups: the work of MULTIFIT
 _HALVINGS = 14  # bisection steps for MULTIFIT's capacity: precise to less than 1/1000 of a group
 _CANDIDATES = 4  # cheapest groups tried for a piece, besides those of its neighbours
 
@@ -246,8 +245,7 @@ def deals(items: Items, num_groups: int, least: int) -> Iterator[list[IntArray]]
         last_count = len(runs)
         costs = _costs(items, runs)
         yield _members(runs, _longest_first(items, runs, costs, num_groups), num_groups)
-        if len(runs) * num_groups <= MOST_SUMS:
-            yield _members(runs, differencing(costs, num_groups), num_groups)
+        if len(runs) * num_groups <= MOST_ROOMS:
             yield _members(runs, _multifit(costs, num_groups), num_groups)
 
 
@@ -319,26 +317,6 @@ def _shared(items: Items, runs: list[_Run], groups: list[list[int]], piece: int)
         for number, cost in zip(number_of.tolist(), items.shared(first, second).tolist(), strict=True):
             shared[number] = max(shared[number], cost)
     return shared
-
-
-def differencing(costs: list[int], num_groups: int) -> list[int]:
-    """Assign pieces to groups by largest differencing (Karmarkar and Karp, 1982), ignoring shared tokens.
-
-    Repeatedly merges the two partial divisions with the largest spread, heavy groups with light ones.
-    """
-    # Entries: negative spread, number (breaks ties), (sum, members) of every group by descending sum.
-    heap = [(-cost, piece, [(cost, [piece]), *([(0, [])] * (num_groups - 1))]) for piece, cost in enumerate(costs)]
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        (_, number, left), (_, _, right) = heapq.heappop(heap), heapq.heappop(heap)
-        merged = [(a + b, m + n) for (a, m), (b, n) in zip(left, reversed(right), strict=True)]
-        merged.sort(key=lambda entry: -entry[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
-    group_of = [0] * len(costs)
-    for group, (_, members) in enumerate(heap[0][2]):
-        for piece in members:
-            group_of[piece] = group
-    return group_of
 
 
 def _multifit(costs: list[int], num_groups: int) -> list[int]:

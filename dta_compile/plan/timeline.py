@@ -9,8 +9,9 @@ import numpy as np
 
 from dta_compile.plan.cost import Limits
 from dta_compile.plan.peak_memory import bytes_by_op
-from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule, format_op
+from dta_compile.plan.schedule import Attach, Op, Restore, Schedule, extent, format_op
 from dta_compile.plan.simulate import Work, interpret
+from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.views.traces.chrome import TICKS, Counter, Event, Process, Track, as_speedscope
 
@@ -31,17 +32,12 @@ class OpCost(NamedTuple):
 
 def op_name(op: Op) -> str:
     """Return a short name of the op for traces and profilers: `forward s8[0:451]+4 branches`."""
-    kind = type(op).__name__.lower()
-    match op:
-        case Attach(sequences):
-            return f"{kind} {len(sequences)} sequences"
-        case Pop(part) | Restore(part):
-            return f"{kind} {part}"
-        case Anchor(chunk) | Forward(chunk) | Backward(chunk):
-            branches = len(chunk.branches)
-            spine = str(chunk.spine) if chunk.spine is not None else ""
-            more = f"+{branches} branches" if branches > 1 else f"+{chunk.branches[0]}" if branches else ""
-            return f"{kind} {spine}{more}"
+    kind, part = type(op).__name__.lower(), extent(op)
+    if isinstance(op, Attach):
+        return f"{kind} {len(op.sequences)} sequences"
+    if isinstance(part, Chunk) and len(part.branches) > 1:
+        return f"{kind} {part.spine or ''}+{len(part.branches)} branches"
+    return f"{kind} {part}"
 
 
 def op_costs(tree: PrefixTree, schedule: Schedule, limits: Limits) -> Iterator[OpCost]:
@@ -141,11 +137,8 @@ def _ticks(seconds: float) -> int:
 def tree_as_speedscope(tree: PrefixTree, title: str) -> str:
     """Format the tree as a speedscope file with two weights a segment: its tokens, and those of all its sequences."""
     sizes = tree.stop - tree.start
-    below = np.zeros(len(sizes) + 1, np.int64)
-    np.add.at(below, tree.end_node, 1)
-    below = below[: len(sizes)]
     parents = tree.parent.tolist()
-    counts = below.tolist()
+    counts = [len(tree.sequences_ending_at(node)) for node in range(len(parents))]
     for node in range(len(parents) - 1, -1, -1):  # children have larger numbers
         if parents[node] >= 0:
             counts[parents[node]] += counts[node]

@@ -89,8 +89,9 @@ def _run(arguments: argparse.Namespace) -> int:
     shape = model_shape(arguments.config)
     result = estimate(sequences, shape, device, options, cost, ranks)
     if arguments.json:
-        text = json.dumps(_as_json(result) | {"model": dataclasses.asdict(shape)}, indent=1) + "\n"
-        write(arguments.json, text)
+        figures = {"stats": result.plan.stats, **vars(result), "model": shape}
+        del figures["plan"]
+        write(arguments.json, json.dumps(figures, indent=1, default=dataclasses.asdict) + "\n")
         return 0
     console = Console(highlight=False)
     console.print(
@@ -109,23 +110,6 @@ def _calibrated(path: str) -> CostModel:
         return Calibration.from_json(read_text(path, MOST_BYTES), prior=CostModel.of_gpu()).cost_model()
     except ValueError as error:
         raise OptionError("not a calibration", expected="a file of the cache folder", got=f"{path}: {error}") from error
-
-
-def _as_json(result: Estimate) -> dict[str, object]:
-    return {
-        "stats": dataclasses.asdict(result.plan.stats),
-        "head_rows": result.head_rows,
-        "fixed_bytes": result.fixed_bytes,
-        "ours": [dataclasses.asdict(prediction) for prediction in result.ours],
-        "others": [dataclasses.asdict(prediction) for prediction in result.others],
-        "source": result.source,
-        "uncertainty": result.uncertainty,
-        "best": None if result.best is None else dataclasses.asdict(result.best),
-        "batches": result.batches,
-        "usable": result.usable,
-        "ranks": dataclasses.asdict(result.ranks),
-        "ranks_needed": result.ranks_needed,
-    }
 
 
 def _print(result: Estimate, device: Device, console: Console) -> None:

@@ -247,8 +247,8 @@ class _Renderer:
         return len(encode(text[:begin])), len(encode(text[: begin + len(content.strip())]))
 
 
-def common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Return the length of the common prefix of two token sequences."""
+def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the length of the common prefix of two token sequences, or texts."""
     size = min(len(one), len(other))
     return next((i for i in range(size) if one[i] != other[i]), size)
 

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dta_compile.data.tokenizer import common_prefix
+
 THINKING, REMOVED, INSERTED, REPLACED = "stripped thinking", "removed", "inserted", "replaced"
 TIMES, IDS, TOOLS, ORDER, WHITESPACE = "time stamps", "ids and numbers", "tool order", "order", "whitespace"
 
@@ -86,7 +88,7 @@ def cause_of_text(text: Difference) -> str:
     if _same(*(_ID.sub("<id>", side) for side in (left, right))):
         return IDS
     if _same(*(_ID.sub("<id>", side) for side in times)):  # times and ids differ: blame the first difference
-        first = _first_difference(left, right)
+        first = common_prefix(left, right)
         return TIMES if any(match.start() <= first < match.end() for match in _TIME.finditer(left)) else IDS
     if _same_parts(left, right):
         return TOOLS if _TOOLS.search(text.before + left + text.after) else ORDER
@@ -125,11 +127,6 @@ def _same(left: str, right: str) -> bool:
 def _same_parts(left: str, right: str) -> bool:
     parts = _PARTS.findall(left)
     return len(parts) >= _LEAST_PARTS and Counter(parts) == Counter(_PARTS.findall(right))
-
-
-def _first_difference(left: str, right: str) -> int:
-    size = min(len(left), len(right))
-    return next((i for i in range(size) if left[i] != right[i]), size)
 
 
 Ints = NDArray[np.int64]

@@ -10,7 +10,7 @@ import numpy as np
 
 from dta_compile.data import Recorded
 from dta_compile.divergence.causes import ADVICE, REMOVED, THINKING, Comparison, Hunk, rewrite_all
-from dta_compile.divergence.compare import AROUND, Batch, Decode, Ints, compare_all
+from dta_compile.divergence.compare import AROUND, Batch, Decode, compare_all
 from dta_compile.plan import PrefixTree
 
 EXAMPLES = 3  # places reported per cause
@@ -189,17 +189,12 @@ def _reclassify_thinking(batch: Batch, comparisons: list[Comparison]) -> list[Co
         for hunk, cause in zip(comparison.hunks, comparison.causes, strict=True)
         if cause == REMOVED
     ]
-    if batch.decode is not None or len(blocks) < LEAST_BLOCKS or not all(map(_is_enclosed(blocks), (0, -1))):
+    if batch.decode is not None or len(blocks) < LEAST_BLOCKS:
+        return comparisons
+    alike = [max(Counter(int(block[index]) for block in blocks).values()) for index in (0, -1)]
+    if min(alike) < ALIKE * len(blocks):
         return comparisons
     return [
         comparison._replace(causes=tuple(THINKING if cause == REMOVED else cause for cause in comparison.causes))
         for comparison in comparisons
     ]
-
-
-def _is_enclosed(blocks: Sequence[Ints]) -> Callable[[int], bool]:
-    def same_at(index: int) -> bool:
-        (_, count), *_ = Counter(int(block[index]) for block in blocks).most_common(1)
-        return count >= ALIKE * len(blocks)
-
-    return same_at

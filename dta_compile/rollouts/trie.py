@@ -6,7 +6,7 @@ threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,13 +35,12 @@ class Node:
         self.ending: dict[int, None] = {}
 
 
-class ForkPoint:
+class ForkPoint(NamedTuple):
     """Point where a sequence leaves the tree, after `shared` tokens: `inside` bytes into the segment of `node`."""
 
-    __slots__ = ("inside", "node", "shared")
-
-    def __init__(self, node: Node, inside: int, shared: int) -> None:
-        self.node, self.inside, self.shared = node, inside, shared
+    node: Node
+    inside: int
+    shared: int
 
 
 class Trie:
@@ -113,14 +112,6 @@ class Trie:
             segments.append(above.segment)
             above = above.parent
         return bytearray().join(reversed(segments))
-
-    def nodes(self) -> Iterator[Node]:
-        """Yield all nodes except the root."""
-        stack = list(self.root.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack += node.children.values()
 
     def _cut(self, node: Node, inside: int) -> tuple[Node, bytes]:
         """Return an unlinked parent of `node` for its first `inside` bytes, and the remaining bytes."""

@@ -430,7 +430,7 @@ def test_a_batch_that_fails_loses_nothing(monkeypatch):
     for version in (1, 1, 0):
         tree.add([version], policy_version=version)
 
-    def fails(*_):
+    def fails(*_, **__):
         raise RuntimeError("no groups today")
 
     with monkeypatch.context() as patch:

@@ -14,6 +14,15 @@ def key(tokens):
     return np.array(tokens, np.int32).tobytes()
 
 
+def nodes(trie):
+    """All nodes except the root."""
+    stack = list(trie.root.children.values())
+    while stack:
+        node = stack.pop()
+        yield node
+        stack += node.children.values()
+
+
 class Model:
     """A trie beside the sequences that are in it."""
 
@@ -33,17 +42,17 @@ class Model:
         self.trie.remove(name, self.ends.pop(name))
 
     def segments(self):
-        return sorted(np.frombuffer(node.segment, np.int32).tolist() for node in self.trie.nodes())
+        return sorted(np.frombuffer(node.segment, np.int32).tolist() for node in nodes(self.trie))
 
     def check(self):
-        nodes = list(self.trie.nodes())
+        made = list(nodes(self.trie))
         assert self.trie.tokens == PrefixTree.build(list(self.sequences.values())).num_rows
-        assert self.trie.tokens * 4 == sum(len(node.segment) for node in nodes)
+        assert self.trie.tokens * 4 == sum(len(node.segment) for node in made)
         for name, tokens in self.sequences.items():
             assert self.trie.key(self.ends[name]) == key(tokens)
             assert name in self.ends[name].ending
-        assert sum(len(node.ending) for node in [self.trie.root, *nodes]) == len(self.sequences)
-        for node in nodes:
+        assert sum(len(node.ending) for node in [self.trie.root, *made]) == len(self.sequences)
+        for node in made:
             assert node.parent.children[node.segment[:4]] is node
             assert node.stop - node.parent.stop == len(node.segment) // 4 <= trie.MAX_SEGMENT
             assert node.ending or node.children, "every node is needed"
@@ -65,7 +74,7 @@ def test_insertions_and_removals_in_any_order(batches, data):
         for name in list(model.sequences):
             model.remove(name)
         model.check()
-        assert not list(model.trie.nodes())
+        assert not list(nodes(model.trie))
 
 
 def test_a_path_whose_branches_have_left_is_one_node_again():

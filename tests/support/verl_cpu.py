@@ -146,7 +146,10 @@ def nested_rollouts(vocabulary: int, seed: int = 0) -> list[Rollout]:
                 reward = random.normal()
                 own = {
                     **dict.fromkeys(("reward", "advantage", "advantage_batch"), reward),
-                    "group": group, "trial": trial, "trajectory": 3 * group + trial, "turn": number,
+                    "group": group,
+                    "trial": trial,
+                    "trajectory": 3 * group + trial,
+                    "turn": number,
                 }
                 made = Rollout(tokens=tokens.astype(np.int32), spans=spans[:number], is_leaf=number == 2, **own)
                 rollouts.append(made)

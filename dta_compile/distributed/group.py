@@ -174,19 +174,6 @@ def transfer(
     return out.reshape(*shape, *entries.shape[1:])
 
 
-def to_first(values: torch.Tensor, source: RowLocations, lengths: IntArray, group: Group) -> torch.Tensor:
-    """Move the tokens of all rows to the first rank, one row after the other `[lengths.sum()]`; others get none.
-
-    Args:
-        values: this rank's tokens `[rows, columns]`.
-    """
-    mine = np.flatnonzero(source.rank == group.rank)
-    entries = values.flatten().index_select(0, _entries(source, mine, lengths, group.rank, True).to(values.device))
-    received = _per_rank(source.rank, np.arange(len(lengths)), lengths, group.size)
-    others = [0] * (group.size - 1)
-    return group.all_to_all(entries, [len(entries), *others], received if group.rank == 0 else [0] * group.size)
-
-
 def _grouped_by(rank: IntArray, rows: IntArray) -> IntArray:
     """Sort rows by rank; rows of one rank stay in their common order."""
     return rows[np.argsort(rank[rows], kind="stable")]

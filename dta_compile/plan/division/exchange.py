@@ -10,10 +10,11 @@ import dataclasses
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from dta_compile.plan.division.run_costs import Items
+from dta_compile.plan.division.run_costs import Items, Run
 from dta_compile.plan.tree.lexicographic import IntArray
 
 _PARTNERS = 4  # partners of a group per round: up to 4 cheapest groups and up to 4 that share most with it
@@ -21,17 +22,13 @@ _BLOCKS = 256  # subtrees a side in an exchange between two groups, whose pairs 
 _TRIES = 4  # exchanges priced exactly per round; the ranking before it only estimates shared tokens
 
 
-@dataclasses.dataclass(frozen=True)
-class _Blocks:
+class _Blocks(NamedTuple):
     """Subtrees of a group, as arrays: members `first` to `last`, cost of each alone, cost saved by removing each."""
 
     first: IntArray
     last: IntArray
     cost: IntArray
     gain: IntArray
-
-    def __getitem__(self, which: slice) -> _Blocks:
-        return _Blocks(self.first[which], self.last[which], self.cost[which], self.gain[which])
 
     def block(self, index: int) -> _Block:
         return int(self.first[index]), int(self.last[index])
@@ -160,7 +157,7 @@ class Groups:
     def _trades(self, heavy: int, partner: int, each: int) -> list[Trade]:
         """Return the best blocks to give to a partner, and the best pairs of blocks to swap, by estimated cost."""
         giver, taker = self.groups[heavy], self.groups[partner]
-        mine, theirs = giver.blocks[:-1], taker.blocks
+        mine, theirs = _Blocks(*(column[:-1] for column in giver.blocks)), taker.blocks
         if not len(mine.first):
             return []
         added = self._inserted(giver, mine, taker)
@@ -220,8 +217,6 @@ def _subtrees(links: list[int]) -> tuple[IntArray, IntArray]:
     return np.array(first, np.int64), np.array(last, np.int64)
 
 
-_Run = tuple[int, int]  # items `[a, b)`
-
 SIZES = (1, 2, 4, 8, 16, 64)  # pieces cost at most 1 / size of the lower bound of a group
 NEARLY = 1.1  # links of up to 1.1 times the least link of a subtree count as equally cheap to cut
 MOST_PIECES = 2**12  # pieces dealt out
@@ -243,29 +238,24 @@ def deals(items: Items, num_groups: int, least: int) -> Iterator[list[IntArray]]
         if len(runs) == last_count or len(runs) < num_groups:
             continue
         last_count = len(runs)
-        costs = _costs(items, runs)
+        first, end = np.array(runs, np.int64).T
+        costs: list[int] = items.run_costs(first, end - 1).tolist()
         yield _members(runs, _longest_first(items, runs, costs, num_groups), num_groups)
         if len(runs) * num_groups <= MOST_ROOMS:
             yield _members(runs, _multifit(costs, num_groups), num_groups)
 
 
-def _costs(items: Items, runs: list[_Run]) -> list[int]:
-    first, end = np.array(runs, np.int64).T
-    costs: list[int] = items.run_costs(first, end - 1).tolist()
-    return costs
-
-
-def _pieces(items: Items, limit: int) -> list[_Run] | None:
+def _pieces(items: Items, limit: int) -> list[Run] | None:
     """Cut the items, where they share least, into runs that cost at most `limit` or are single items.
 
     Returns None if there are more than `MOST_PIECES`.
     """
-    total = np.cumsum(items.cost - items.links)
-    pending: list[_Run] = [(0, len(items))]
-    done: list[_Run] = []
+    total = items.total
+    pending: list[Run] = [(0, len(items))]
+    done: list[Run] = []
     while pending:
         a, b = pending.pop()
-        if b - a == 1 or items.cost[a] + total[b - 1] - total[a] <= limit:
+        if b - a == 1 or items.run_costs(a, b - 1) <= limit:
             done.append((a, b))
             continue
         if len(done) + len(pending) >= MOST_PIECES:
@@ -281,7 +271,7 @@ def _cut(links: IntArray, before: IntArray) -> int:
     return int(cheap[np.argmin(np.abs(2 * before[cheap] - before[-1]))])
 
 
-def _longest_first(items: Items, runs: list[_Run], costs: list[int], num_groups: int) -> list[int]:
+def _longest_first(items: Items, runs: list[Run], costs: list[int], num_groups: int) -> list[int]:
     """Assign pieces to groups by longest processing time: the costliest piece first, to the cheapest resulting group.
 
     A piece adds its cost minus the cost it shares with its neighbours in the group. Candidates are the cheapest groups
@@ -304,7 +294,7 @@ def _longest_first(items: Items, runs: list[_Run], costs: list[int], num_groups:
     return group_of
 
 
-def _shared(items: Items, runs: list[_Run], groups: list[list[int]], piece: int) -> list[int]:
+def _shared(items: Items, runs: list[Run], groups: list[list[int]], piece: int) -> list[int]:
     """Return, for each group of pieces, the cost of the tokens that `piece` shares with it."""
     (start, end), pairs = runs[piece], []
     for number, members in enumerate(groups):
@@ -351,7 +341,7 @@ def _first_fit(costs: list[int], order: list[int], num_groups: int, room: int) -
     return group_of
 
 
-def _members(runs: list[_Run], chosen: list[int], num_groups: int) -> list[IntArray]:
+def _members(runs: list[Run], chosen: list[int], num_groups: int) -> list[IntArray]:
     """Return the items of every group."""
     sizes = [b - a for a, b in runs]
     group_of = np.repeat(np.array(chosen, np.int64), sizes)  # runs are in order and leave nothing out

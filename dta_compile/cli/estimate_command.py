@@ -11,18 +11,8 @@ from rich.table import Table
 
 from dta_compile.cli.arguments import add_source, read_options, read_source, real, size, visible, whole, write
 from dta_compile.errors import OptionError
-from dta_compile.estimate import (
-    DEVICES,
-    OPTIMIZERS,
-    SHARDS,
-    Device,
-    Estimate,
-    Prediction,
-    Ranks,
-    device_named,
-    estimate,
-    model_shape,
-)
+from dta_compile.estimate.devices import DEVICES, Device, device_named
+from dta_compile.estimate.predict import OPTIMIZERS, SHARDS, Estimate, Prediction, Ranks, estimate, model_shape
 from dta_compile.files import read_text
 from dta_compile.options import CHOICES, Options
 from dta_compile.plan import CostModel

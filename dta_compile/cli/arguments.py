@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
@@ -17,6 +16,7 @@ import numpy as np
 
 from dta_compile.data import ReadOptions, Recorded, Recording, read
 from dta_compile.data.recorded import LOSSES, TURNS
+from dta_compile.data.tokenizer import from_json
 from dta_compile.errors import OptionError, PlanError
 from dta_compile.files import write_output
 from dta_compile.options import MOST_BYTES, as_bytes
@@ -125,10 +125,7 @@ def read_options(arguments: argparse.Namespace) -> ReadOptions:
         key, separator, value = pair.partition("=")
         if not separator:
             raise OptionError("bad value for --template-value", expected="KEY=VALUE", got=repr(pair))
-        try:
-            values[key] = json.loads(value)
-        except (ValueError, RecursionError):
-            values[key] = value
+        values[key] = from_json(value)
     return ReadOptions(
         arguments.tokenizer, arguments.chat_template, values, arguments.turns, arguments.loss, arguments.split
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -225,15 +225,11 @@ def _ascends(values: list[Any]) -> bool:
 
 
 def _routes(value: Any, tokens: int, where: str) -> Any:
-    try:
-        routes = np.array(value)
-        entries = value
-        for _ in routes.shape[1:]:
-            entries = itertools.chain.from_iterable(entries)
-        is_whole = set(map(type, entries)) <= {int} and (not routes.size or routes.dtype.kind == "i")  # no bools
-    except Exception:  # numpy's errors, and those of lists nested too deep
-        routes, is_whole = None, False
-    if not isinstance(value, list) or routes is None or not is_whole or len(routes) != tokens:
+    routes = None
+    with contextlib.suppress(Exception):  # numpy's errors, and those of lists nested too deep
+        entries = np.array(value, dtype=object)
+        routes = entries.astype(np.int64) if set(map(type, entries.flat)) <= {int} else None  # no bools
+    if not isinstance(value, list) or routes is None or len(routes) != tokens:
         raise PlanError(
             "routes are not integers of one shape for every token",
             where=where,

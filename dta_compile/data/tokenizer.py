@@ -181,7 +181,7 @@ def samples(
         PlanError: no message is by the assistant.
     """
     if isinstance(tools, str):  # tables store them as JSON text
-        tools = _from_json(tools)
+        tools = from_json(tools)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
     if not answers:
         raise PlanError(
@@ -279,14 +279,15 @@ def _tool_call(call: Any) -> Any:
         return call
     arguments = inner.get("arguments")
     if isinstance(arguments, str):
-        arguments = _from_json(arguments)
+        arguments = from_json(arguments)
     elif isinstance(arguments, dict):
         arguments = {key: argument for key, argument in arguments.items() if argument is not None}
     inner = {**inner, "arguments": arguments}
     return {**call, "function": inner} if "function" in call else inner
 
 
-def _from_json(text: str) -> Any:
+def from_json(text: str) -> Any:
+    """Parse a text that may be JSON; return any other text as it is."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -18,8 +18,6 @@ from dta_compile.data.tokenizer import common_prefix
 THINKING, REMOVED, INSERTED, REPLACED = "stripped thinking", "removed", "inserted", "replaced"
 TIMES, IDS, TOOLS, ORDER, WHITESPACE = "time stamps", "ids and numbers", "tool order", "order", "whitespace"
 
-CAUSES = (THINKING, TIMES, IDS, TOOLS, ORDER, WHITESPACE, REMOVED, INSERTED, REPLACED)
-
 ADVICE = {
     THINKING: "keep the thinking of earlier turns in the prompts of later ones, or train without thinking",
     TIMES: "leave times out of prompts, make them coarser, or move them behind what is the same",

@@ -47,7 +47,7 @@ class CauseOfLoss:
     """Cause of lost sharing, with the figures of the batch without it.
 
     Attributes:
-        name: one of `causes.CAUSES`.
+        name: a key of `causes.ADVICE`.
         places: number of its occurrences.
         gained: tokens that would not have to be run without it.
         tokens, tree_tokens: tokens of all sequences, and of their tree, without it.

@@ -18,6 +18,14 @@ GroupLike = dist.ProcessGroup | DeviceMesh | None
 T = TypeVar("T")
 
 
+def _attempt(make: Callable[[], T]) -> tuple[T | None, str]:
+    """Return the result of `make()`, or the text of one of our errors."""
+    try:
+        return make(), ""
+    except DTAError as error:
+        return None, str(error)
+
+
 class Group:
     """Ranks that share a batch.
 
@@ -58,12 +66,7 @@ class Group:
 
         So no rank waits for another one with a bad batch.
         """
-        result: tuple[T | None, str] = None, ""
-        try:
-            result = make(), ""
-        except DTAError as error:
-            result = None, str(error)
-        values = self.gather(result)
+        values = self.gather(_attempt(make))
         for rank, (_, problem) in enumerate(values):
             if problem:
                 raise RuntimeContractError(f"rank {rank} of {self.size}: {problem}")
@@ -71,12 +74,7 @@ class Group:
 
     def from_first(self, make: Callable[[], T]) -> T:
         """Broadcast the result of `make()` on the first rank; one of our errors there is raised on all ranks."""
-        result: list[Any] = [None, ""]
-        if self.rank == 0:
-            try:
-                result = [make(), ""]
-            except DTAError as error:
-                result = [None, str(error)]
+        result: list[Any] = [*(_attempt(make) if self.rank == 0 else (None, ""))]
         if self.size > 1:
             first = 0 if self._group is None else dist.get_global_rank(self._group, 0)
             dist.broadcast_object_list(result, first, self._group)

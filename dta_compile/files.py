@@ -59,15 +59,11 @@ def open_regular(path: pathlib.Path) -> IO[bytes]:
     Raises:
         OSError: it cannot be read, or is a pipe or device, which might never end.
     """
-    file = open(path, "rb", opener=_not_waiting)  # noqa: SIM115
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return file
-
-
-def _not_waiting(name: str, flags: int) -> int:
-    return os.open(name, flags | NONBLOCK)
 
 
 def read_text(source: str | os.PathLike[str] | IO[bytes], most: int = MOST_BYTES) -> str:

@@ -185,17 +185,9 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _make_plan(sequences: list[Recorded], arguments: argparse.Namespace) -> Plan:
-    return plan(
-        [sequence.tokens for sequence in sequences],
-        routes=routes_of(sequences),
-        mode=arguments.mode,
-        chunk_size=arguments.chunk_size,
-        strategy=arguments.strategy,
-        order=arguments.order,
-        memory_budget=arguments.memory_budget,
-        bytes_per_token=arguments.bytes_per_token,
-        kv_bytes_per_token=arguments.kv_bytes_per_token,
-    )
+    names = ("mode", "chunk_size", "strategy", "order", "memory_budget", "bytes_per_token", "kv_bytes_per_token")
+    options = {name: getattr(arguments, name) for name in names}
+    return plan([sequence.tokens for sequence in sequences], routes=routes_of(sequences), **options)
 
 
 def _plan_batches(arguments: argparse.Namespace) -> int:
@@ -218,11 +210,8 @@ def _page_facts(recording: Recording) -> dict[str, Any]:
     """Return the facts for the HTML page (tokenizer, rewards, loss spans, names) that every sequence has."""
     sequences = recording.sequences
     facts: dict[str, Any] = {"tokenizer": recording.tokenizer}
-    for key, values in (
-        ("rewards", [sequence.reward for sequence in sequences]),
-        ("loss_masks", [sequence.spans for sequence in sequences]),
-        ("names", [sequence.name for sequence in sequences]),
-    ):
+    for key, name in (("rewards", "reward"), ("loss_masks", "spans"), ("names", "name")):
+        values = [getattr(sequence, name) for sequence in sequences]
         if sequences and None not in values:
             facts[key] = values
     return facts

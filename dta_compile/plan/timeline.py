@@ -13,7 +13,7 @@ from dta_compile.plan.schedule import Attach, Op, Restore, Schedule, extent, for
 from dta_compile.plan.simulate import Work, interpret
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.prefix_tree import PrefixTree
-from dta_compile.views.traces.chrome import TICKS, Counter, Event, Process, Track, as_speedscope
+from dta_compile.views.traces.chrome import TICKS, Event, Process, as_speedscope
 
 if TYPE_CHECKING:
     from dta_compile.plan.summary import Estimates
@@ -70,24 +70,22 @@ def _predicted(
     tree: PrefixTree, schedule: Schedule, limits: Limits, levels: list[dict[str, float]], rank: int
 ) -> Process:
     events: list[Event] = []
-    counters: list[Counter] = []
     clock = 0.0
-    for (op, work, seconds), level in zip(op_costs(tree, schedule, limits), levels, strict=True):
+    for op, work, seconds in op_costs(tree, schedule, limits):
         start, clock = clock, clock + seconds
         events.append(Event(_short(op), _ticks(start), _ticks(clock), _facts(op, work)))
-        counters += _counters(level, _ticks(clock))
-    name = f"rank {rank}: predicted ({limits.cost.source})"
-    return Process(name, (Track("schedule", tuple(events)),), tuple(counters))
+    counters = [(event.stop, level) for event, level in zip(events, levels, strict=True)]
+    return Process(f"rank {rank}: predicted ({limits.cost.source})", {"schedule": events}, counters)
 
 
 def _measured(
     schedule: Schedule, estimates: Estimates, levels: list[dict[str, float]], rank: int, begin: float
 ) -> Process:
     """Return the measured run; host and stream have a track each, except on a CPU, where they are the same."""
-    position = {id(op): number for number, op in enumerate(schedule.ops)}
+    level_of = {id(op): level for op, level in zip(schedule.ops, levels, strict=True)}
     runs: list[Event] = []
     launches: list[Event] = []
-    counters: list[Counter] = []
+    counters = []
     for run in estimates.runs:
         name, facts = _short(run.op), _facts(run.op, run.work)
         for events, start, seconds in (
@@ -96,11 +94,11 @@ def _measured(
         ):
             first = max(_ticks(begin + start), events[-1].stop if events else 0)
             events.append(Event(name, first, first + max(_ticks(seconds), 1), facts))
-        if id(run.op) in position:
-            counters += _counters(levels[position[id(run.op)]], _ticks(begin + run.start + run.seconds))
+        if id(run.op) in level_of:
+            counters.append((_ticks(begin + run.start + run.seconds), level_of[id(run.op)]))
     on_host = all(run.start == run.launched for run in estimates.runs)
-    tracks = (Track(estimates.stream, tuple(runs)), *(() if on_host else (Track("host", tuple(launches)),)))
-    return Process(f"rank {rank}: measured", tracks, tuple(counters))
+    tracks = {estimates.stream: runs} | ({} if on_host else {"host": launches})
+    return Process(f"rank {rank}: measured", tracks, counters)
 
 
 def _facts(op: Op, work: Work) -> dict[str, object]:
@@ -124,10 +122,6 @@ def _levels(tree: PrefixTree, schedule: Schedule, limits: Limits) -> list[dict[s
             level["live bytes"] = live.kept + footprint.kv_token * level["stack tokens"]
             level["peak bytes of the op"] = live.peak + footprint.kv_token * level["stack tokens"]
     return levels
-
-
-def _counters(level: dict[str, float], time: int) -> Iterator[Counter]:
-    yield from (Counter(name, time, value) for name, value in level.items())
 
 
 def _ticks(seconds: float) -> int:

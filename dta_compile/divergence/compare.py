@@ -145,14 +145,14 @@ def _difference(batch: Batch, reference: int, sequence: int, hunk: Hunk) -> Diff
 
 def _is_own(batch: Batch, reference: int, sequence: int, hunk: Hunk) -> bool:
     """Return whether a difference is between two answers of the policy, which is not a loss."""
-    if batch.are_of_one(reference, sequence):
+    one, other = (batch.sequences[index].trajectory for index in (reference, sequence))
+    if one is not None and one == other:
         return False
-    left = batch.wrote[reference][hunk.a0 : hunk.a1]
+    left = bool(batch.wrote[reference][hunk.a0 : hunk.a1].any())
     spans = batch.sequences[sequence].spans or ()
     right = any(start < hunk.b1 and hunk.b0 < stop for start, stop in spans)
-    if batch.are_of_two(reference, sequence):
-        return right or bool(left.any())
-    return right and bool(left.any())
+    are_of_two = one is not None and other is not None
+    return left or right if are_of_two else left and right
 
 
 def _begins_a_turn(batch: Batch, reference: int, hunk: Hunk) -> bool:
@@ -199,16 +199,6 @@ class Batch:
         """Return the text of tokens of a sequence; requires a tokenizer."""
         assert self.decode is not None
         return self.decode(self.arrays[sequence][max(start, 0) : stop].tolist())
-
-    def are_of_one(self, one: int, other: int) -> bool:
-        """Return whether two sequences are known to be of one trajectory."""
-        trajectory = self.sequences[one].trajectory
-        return trajectory is not None and trajectory == self.sequences[other].trajectory
-
-    def are_of_two(self, one: int, other: int) -> bool:
-        """Return whether two sequences are known to be of different trajectories."""
-        known = {self.sequences[one].trajectory, self.sequences[other].trajectory}
-        return len(known) == 2 and None not in known
 
 
 SAME = 0.85  # least share of common tokens for the two sides of a stretch to count as reordered

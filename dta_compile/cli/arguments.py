@@ -134,10 +134,9 @@ def read_options(arguments: argparse.Namespace) -> ReadOptions:
 def read_source(path: str, options: ReadOptions, leaf_only: bool = False) -> Recording:
     """Read the sequences of a file; with `leaf_only`, drop those that are strict prefixes of others."""
     recording = read(path, options)
-    if not leaf_only:
-        return recording
-    batches = tuple(map(leaves_only, recording.batches))
-    return dataclasses.replace(recording, sequences=[item for batch in batches for item in batch], batches=batches)
+    if leaf_only:
+        recording = dataclasses.replace(recording, batches=tuple(map(leaves_only, recording.batches)))
+    return recording
 
 
 def leaves_only(sequences: list[Recorded]) -> list[Recorded]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 from dta_compile.data.recorded import ReadOptions, Recorded
@@ -22,16 +23,19 @@ class Recording:
     """Result of `read`.
 
     Attributes:
-        sequences: the token sequences, in file order.
+        batches: the token sequences by file, in file order; trainers dump one batch per file of a folder.
         kind: description of the detected format.
         tokenizer: the tokenizer named in the options; None: none was named.
-        batches: the sequences by file; trainers dump one batch per file of a folder.
     """
 
-    sequences: list[Recorded]
+    batches: tuple[list[Recorded], ...]
     kind: str
-    tokenizer: Tokenizer | None = None
-    batches: tuple[list[Recorded], ...] = ()
+    tokenizer: Tokenizer | None
+
+    @cached_property
+    def sequences(self) -> list[Recorded]:
+        """The sequences of all files."""
+        return [sequence for batch in self.batches for sequence in batch]
 
 
 def read(path: str, options: ReadOptions | None = None) -> Recording:
@@ -49,9 +53,8 @@ def read(path: str, options: ReadOptions | None = None) -> Recording:
         MissingPackageError: reading needs a package that is not installed.
     """
     options = options or ReadOptions()
-    reader = RowReader(options)
-    if options.tokenizer is not None:
-        reader.tokenizer = load_tokenizer(options.tokenizer, options.chat_template)
+    tokenizer = load_tokenizer(options.tokenizer, options.chat_template) if options.tokenizer is not None else None
+    reader = RowReader(options, tokenizer)
     files = _files(path, options)
     batches: list[list[Recorded]] = []
     kinds: list[str] = []
@@ -64,8 +67,7 @@ def read(path: str, options: ReadOptions | None = None) -> Recording:
     kinds = [*dict.fromkeys(kinds), *(f"{count:,} {kind}" for kind, count in reader.kinds.items())]
     if len(files) > 1:
         kinds = [f"{len(files)} files", *kinds]
-    sequences = [item for batch in batches for item in batch]
-    return Recording(sequences, ", ".join(kinds) or "nothing", reader.tokenizer, tuple(batches))
+    return Recording(tuple(batches), ", ".join(kinds) or "nothing", tokenizer)
 
 
 def _files(path: str, options: ReadOptions) -> list[str]:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from dta_compile.data.recorded import ReadOptions, Recorded, spans_of_mask
 from dta_compile.data.tables import SHOWN, Row
-from dta_compile.data.tokenizer import Tokenizer, conversation, load_tokenizer, samples
+from dta_compile.data.tokenizer import Tokenizer, conversation, samples
 from dta_compile.errors import OptionError, PlanError
 
 # Keys used by trainers and inference engines, in order of precedence.
@@ -45,12 +46,12 @@ class RowReader:
     Attributes:
         options: options for rows with text.
         kinds: number of rows by description.
-        tokenizer: tokenizer named by the options, loaded when the first row needs it.
+        tokenizer: tokenizer named by the options.
     """
 
     options: ReadOptions
-    kinds: dict[str, int] = dataclasses.field(default_factory=dict)
-    tokenizer: Tokenizer | None = None
+    tokenizer: Tokenizer | None
+    kinds: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def read(self, rows: Iterable[Row]) -> Iterator[Recorded]:
         """Yield the sequences of rows, in order.
@@ -61,7 +62,7 @@ class RowReader:
         """
         for number, (where, row) in enumerate(rows):
             kind, sequences = self._of(row, where, number)
-            self.kinds[kind] = self.kinds.get(kind, 0) + 1
+            self.kinds[kind] += 1
             yield from sequences
 
     def _of(self, row: Any, where: str, number: int) -> tuple[str, Iterable[Recorded]]:
@@ -113,13 +114,11 @@ class RowReader:
 
     def _tokenizer(self, where: str) -> Tokenizer:
         if self.tokenizer is None:
-            if self.options.tokenizer is None:
-                raise OptionError(
-                    "text needs a tokenizer",
-                    where=where,
-                    expected="--tokenizer with a name or folder for transformers' AutoTokenizer, or a tokenizer.json",
-                )
-            self.tokenizer = load_tokenizer(self.options.tokenizer, self.options.chat_template)
+            raise OptionError(
+                "text needs a tokenizer",
+                where=where,
+                expected="--tokenizer with a name or folder for transformers' AutoTokenizer, or a tokenizer.json",
+            )
         return self.tokenizer
 
 

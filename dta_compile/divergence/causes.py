@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dta_compile.data.tokenizer import common_prefix
+from dta_compile.plan.tree.lexicographic import common_run
 
 THINKING, REMOVED, INSERTED, REPLACED = "stripped thinking", "removed", "inserted", "replaced"
 TIMES, IDS, TOOLS, ORDER, WHITESPACE = "time stamps", "ids and numbers", "tool order", "order", "whitespace"
@@ -255,18 +256,6 @@ def align(a: Ints, b: Ints, start: int) -> list[Hunk]:
     if i < len(a) or j < len(b):
         hunks.append(Hunk(i, len(a), j, len(b), 0))
     return hunks
-
-
-def common_run(a: Ints, b: Ints, i: int = 0, j: int = 0) -> int:
-    """Return the number of equal tokens from `a[i]` and `b[j]` on."""
-    size, done, step = min(len(a) - i, len(b) - j), 0, 64
-    while done < size:
-        step = min(step, size - done)
-        different = np.flatnonzero(a[i + done : i + done + step] != b[j + done : j + done + step])
-        if len(different):
-            return done + int(different[0])
-        done, step = done + step, step * 4
-    return size
 
 
 def gram_hashes(tokens: Ints) -> Hashes:

@@ -29,11 +29,11 @@ from dta_compile.divergence.causes import (
     align,
     cause_of_text,
     cause_of_tokens,
-    common_run,
     gram_hashes,
     is_about_tools,
 )
 from dta_compile.plan import PrefixTree
+from dta_compile.plan.tree.lexicographic import common_run
 
 AROUND = 24  # tokens of text before and after a difference that are looked at
 LEAST_RUN = 32  # tokens that have to be alike after what is simply other text, and no fewer than that

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dta_compile.plan.tree.lexicographic import common_run
+
 
 class Node:
     """Segment of tokens that contains no branch and no sequence end except at its last token.
@@ -61,8 +63,8 @@ class Trie:
         width, node, at = self.dtype.itemsize, self.root, 0
         while (child := node.children.get(key[at : at + width])) is not None:
             if not key.startswith(child.segment, at):
-                inside = self._common_bytes(child.segment, key, at)
-                return ForkPoint(child, inside, (at + inside) // width)
+                inside = common_run(np.frombuffer(child.segment, self.dtype), np.frombuffer(key, self.dtype, offset=at))
+                return ForkPoint(child, inside * width, at // width + inside)
             node, at = child, at + len(child.segment)
         return ForkPoint(node, len(node.segment), at // width)
 
@@ -110,11 +112,3 @@ class Trie:
             segments.append(above.segment)
             above = above.parent
         return bytearray().join(reversed(segments))
-
-    def _common_bytes(self, segment: bytes, key: bytes, at: int) -> int:
-        """Return the length in bytes of the common prefix of `segment` and `key[at:]`, in whole tokens."""
-        width = self.dtype.itemsize
-        size = min(len(segment), len(key) - at) // width
-        differs = np.frombuffer(segment, self.dtype, size) != np.frombuffer(key, self.dtype, size, at)
-        depth = int(differs.argmax())
-        return width * (depth if differs[depth] else size)

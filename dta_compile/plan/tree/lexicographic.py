@@ -114,14 +114,19 @@ def _in_numeric_order(blocks: list[bytes], dtype: np.dtype[Any]) -> tuple[list[b
     # Once unsigned and big-endian, tokens compare like their bytes.
     ordered = sorted(blocks, key=lambda run: (np.frombuffer(run, unsigned) ^ sign).astype(big_endian).tobytes())
     tokens = [np.frombuffer(run, unsigned) for run in ordered]
-    return ordered, [_common_prefix(left, right) for left, right in pairwise(tokens)]
+    return ordered, [common_run(left, right) for left, right in pairwise(tokens)]
 
 
-def _common_prefix(left: _Tokens, right: _Tokens) -> int:
-    size = min(len(left), len(right))
-    differs = left[:size] != right[:size]
-    depth = int(differs.argmax()) if size else 0
-    return depth if size and differs[depth] else size
+def common_run(a: _Tokens, b: _Tokens, i: int = 0, j: int = 0) -> int:
+    """Return the number of equal tokens from `a[i]` and `b[j]` on."""
+    size, done, step = min(len(a) - i, len(b) - j), 0, 64
+    while done < size:
+        step = min(step, size - done)
+        different = np.flatnonzero(a[i + done : i + done + step] != b[j + done : j + done + step])
+        if len(different):
+            return done + int(different[0])
+        done, step = done + step, step * 4
+    return size
 
 
 def each(sequences: Iterable[Any]) -> list[Any]:

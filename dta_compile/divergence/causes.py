@@ -180,34 +180,30 @@ def _rewritten(own: Ints, model: Rewritten | None, comparison: Comparison, undon
     if model is None or not (model.is_new or any(map(undone, comparison.causes))):
         return Rewritten(own, np.arange(len(own) + 1), False)
     pieces: list[Ints] = []
-    places = np.zeros(len(own) + 1, np.int64)
+    places: list[Ints] = []
     size = 0
 
-    def alike(a: int, b: int, count: int) -> None:
+    def add(tokens: Ints, offsets: Ints) -> None:
+        """Add new tokens, with the offset in them of every old token in whose place they are."""
         nonlocal size
-        pieces.append(model.part(a, a + count))
-        places[b : b + count + 1] = size + model.places[a : a + count + 1] - model.places[a]
-        size += len(pieces[-1])
+        pieces.append(tokens)
+        places.append(size + offsets)
+        size += len(tokens)
 
-    def as_it_was(start: int, stop: int) -> None:
-        nonlocal size
-        pieces.append(own[start:stop])
-        places[start : stop + 1] = size + np.arange(stop - start + 1)
-        size += stop - start
+    def add_alike(a: int, count: int) -> None:
+        add(model.part(a, a + count), model.places[a : a + count] - model.places[a])
 
-    alike(0, 0, comparison.shared)
+    add_alike(0, comparison.shared)
     end = comparison.shared
     for hunk, cause in zip(comparison.hunks, comparison.causes, strict=True):
         if undone(cause):
-            pieces.append(model.part(hunk.a0, hunk.a1))
-            places[hunk.b0 : hunk.b1] = size
-            size += len(pieces[-1])
+            add(model.part(hunk.a0, hunk.a1), np.zeros(hunk.b1 - hunk.b0, np.int64))
         else:
-            as_it_was(hunk.b0, hunk.b1)
-        alike(hunk.a1, hunk.b1, hunk.run)
+            add(own[hunk.b0 : hunk.b1], np.arange(hunk.b1 - hunk.b0))
+        add_alike(hunk.a1, hunk.run)
         end = hunk.b1 + hunk.run
-    as_it_was(end, len(own))
-    return Rewritten(np.concatenate(pieces), places, True)
+    add(own[end:], np.arange(len(own) - end))
+    return Rewritten(np.concatenate(pieces), np.append(np.concatenate(places), size), True)
 
 
 Hashes = NDArray[np.uint64]

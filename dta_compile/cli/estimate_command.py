@@ -65,12 +65,8 @@ def add_estimate(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    device = device_named(
-        arguments.device,
-        arguments.tflops,
-        None if arguments.bandwidth is None else arguments.bandwidth * 1e12,
-        None if arguments.memory is None else arguments.memory * 1e9,
-    )
+    bandwidth, memory = arguments.bandwidth and arguments.bandwidth * 1e12, arguments.memory and arguments.memory * 1e9
+    device = device_named(arguments.device, arguments.tflops, bandwidth, memory)
     options = Options(arguments.chunk_size, sweep=arguments.sweep, memory_budget=arguments.memory_budget)
     ranks = Ranks(arguments.ranks, arguments.shard, arguments.optimizer)
     batches = read_source(arguments.file, read_options(arguments), arguments.leaf_only).batches
@@ -84,11 +80,8 @@ def _run(arguments: argparse.Namespace) -> int:
         write(arguments.json, json.dumps(figures, indent=1, default=dataclasses.asdict) + "\n")
         return 0
     console = Console(highlight=False)
-    console.print(
-        f"{visible(shape.name)}: {shape.parameters / 1e9:.2f}B parameters, {shape.layers} layers",
-        soft_wrap=True,
-        markup=False,
-    )
+    size = f"{shape.parameters / 1e9:.2f}B parameters, {shape.layers} layers"
+    console.print(f"{visible(shape.name)}: {size}", soft_wrap=True, markup=False)
     _print(result, device, console)
     return 0
 

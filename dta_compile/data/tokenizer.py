@@ -149,14 +149,14 @@ def conversation(value: Any, where: str, role: str = "user") -> list[Message]:
     """
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    messages = [_message(message) for message in value] if isinstance(value, list) else [None]
-    bad = next((number for number, message in enumerate(messages) if message is None), None)
-    if bad is not None or not messages:
+    messages = [_message(message) for message in value] if isinstance(value, list) else []
+    bad = [number for number, message in enumerate(messages) if message is None]
+    if bad or not messages:
         raise PlanError(
             "not a list of messages",
             where=where,
             expected='[{"role": "user", "content": "..."}, ...] or [{"from": "human", "value": "..."}, ...]',
-            got=f"entry {bad} without a role" if isinstance(value, list) and messages else repr(value)[:60],
+            got=f"entry {bad[0]} without a role" if bad else repr(value)[:60],
         )
     return [message for message in messages if message is not None]
 

@@ -127,20 +127,19 @@ def _cause(batch: Batch, reference: int, sequence: int, hunk: Hunk) -> str | Non
     if batch.decode is None or len(left) + len(right) > MOST_TEXT:
         cause = cause_of_tokens(left, right)
     else:
-        cause = cause_of_text(_difference(batch, reference, sequence, hunk))
+        cause = cause_of_text(difference(batch, reference, sequence, hunk, batch.decode))
     if cause == REMOVED and _begins_a_turn(batch, reference, hunk):
         return THINKING  # the first tokens that the policy wrote in the turn are gone, later ones are still there
     is_enough = hunk.run >= max(LEAST_RUN, len(left), len(right))
     return cause if cause != REPLACED or is_enough else None
 
 
-def _difference(batch: Batch, reference: int, sequence: int, hunk: Hunk) -> Difference:
-    return Difference(
-        batch.text(reference, hunk.a0 - AROUND, hunk.a0),
-        batch.text(reference, hunk.a0, hunk.a1),
-        batch.text(sequence, hunk.b0, hunk.b1),
-        batch.text(reference, hunk.a1, hunk.a1 + AROUND),
-    )
+def difference(batch: Batch, reference: int, sequence: int, hunk: Hunk, show: Decode) -> Difference:
+    """Return the text of a difference, as `show` makes it of token ids."""
+    a, b = batch.arrays[reference], batch.arrays[sequence]
+    before, after = a[max(hunk.a0 - AROUND, 0) : hunk.a0], a[hunk.a1 : hunk.a1 + AROUND]
+    parts = before, a[hunk.a0 : hunk.a1], b[hunk.b0 : hunk.b1], after
+    return Difference(*(show(part.tolist()) for part in parts))
 
 
 def _is_own(batch: Batch, reference: int, sequence: int, hunk: Hunk) -> bool:

@@ -35,14 +35,12 @@ class _AfterLoading:
     """Meta path finder that finds nothing itself, but runs callbacks after the modules they wait for are loaded."""
 
     def __init__(self) -> None:
-        self.waiting: dict[str, list[Callable[[types.ModuleType], None]]] = {}
-        self.watching: list[tuple[tuple[str, ...], Callable[[types.ModuleType], None]]] = []
+        self.calls: list[tuple[Callable[[str], bool], Callable[[types.ModuleType], None]]] = []
         self.searching = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Return a watched module's spec, with a loader that also runs the callbacks; None for all other modules."""
-        watched = any(name.startswith(starts) for starts, _ in self.watching)
-        if self.searching or not (watched or name in self.waiting):
+        if self.searching or not any(waits_for(name) for waits_for, _ in self.calls):
             return None
         self.searching = True
         try:
@@ -54,11 +52,9 @@ class _AfterLoading:
 
             def load_and_call(module: types.ModuleType) -> None:
                 load(module)
-                for call in self.waiting.pop(name, ()):
-                    call(module)
-                for starts, watch in self.watching:
-                    if name.startswith(starts):
-                        watch(module)
+                for waits_for, call in self.calls:
+                    if waits_for(name):
+                        call(module)
 
             spec.loader.exec_module = load_and_call  # type: ignore[method-assign]
         return spec
@@ -82,12 +78,12 @@ def _load(modules: Iterable[str], _: types.ModuleType) -> None:
 
 def when_loaded(name: str, call: Callable[[types.ModuleType], None]) -> None:
     """Call a function with a module that is not imported yet, as soon as it is."""
-    _after_loading().waiting.setdefault(name, []).append(call)
+    _after_loading().calls.append((name.__eq__, call))
 
 
 def when_any_loaded(starts: tuple[str, ...], call: Callable[[types.ModuleType], None]) -> None:
     """Call a function with every module whose name has one of these prefixes, as soon as it is imported."""
-    _after_loading().watching.append((starts, call))
+    _after_loading().calls.append((lambda name: name.startswith(starts), call))
 
 
 def _after_loading() -> Any:

@@ -36,13 +36,13 @@ def write_whole(path: pathlib.Path, data: bytes, mode: int = 0o600) -> None:
             unfinished.unlink()
 
 
-def write_output(path: str | os.PathLike[str], data: str | bytes) -> None:
+def write_output(path: str | os.PathLike[str], text: str) -> None:
     """Write an output that the user named: a file atomically, following links; a terminal or pipe directly.
 
     Raises:
         OSError: it cannot be written; an existing file is unchanged.
     """
-    content = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
+    content = text.encode("utf-8", "backslashreplace")
     target = pathlib.Path(os.path.realpath(path))
     mode = target.stat().st_mode if target.exists() else None
     if mode is not None and not stat.S_ISREG(mode):

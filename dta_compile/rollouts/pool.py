@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -275,16 +276,16 @@ class Choice:
         self.names: dict[int, None] = {}
         self.tokens = 0
         self.nodes: dict[Node, None] = {trie.root: None}
-        self._most_rows, self._most_tokens = rows, tokens
+        self._most_rows, self._most_tokens = rows, math.inf if tokens is None else tokens
 
     @property
     def full(self) -> bool:
         """Whether no rollout with tokens of its own fits any more."""
-        return not self._has_row or (self._most_tokens is not None and self.tokens >= self._most_tokens)
+        return len(self.names) == self._most_rows or self.tokens >= self._most_tokens
 
     def take(self, name: int, end: Node) -> None:
         """Add a rollout that ends at `end` unless it is in the batch or exceeds a limit; the first always fits."""
-        if name in self.names or not self._has_row:
+        if name in self.names or len(self.names) == self._most_rows:
             return
         new, node = [], end
         while node not in self.nodes:
@@ -292,15 +293,11 @@ class Choice:
             new.append(node)
             node = node.parent
         tokens = self.tokens + end.stop - node.stop
-        if self.names and self._most_tokens is not None and tokens > self._most_tokens:
+        if self.names and tokens > self._most_tokens:
             return
         self.names[name] = None
         self.tokens = tokens
         self.nodes.update(dict.fromkeys(new))
-
-    @property
-    def _has_row(self) -> bool:
-        return self._most_rows is None or len(self.names) < self._most_rows
 
 
 def choose_batch(

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dta_compile.plan import CostModel, LexicographicOrder, balance
-from dta_compile.plan.division.exchange import differencing
 
 IntArray = npt.NDArray[np.int64]
 Partition = list[IntArray]  # sequence indices of each group
@@ -147,6 +146,26 @@ def karmarkar_karp(batch: Batch, groups: int) -> Partition:
     if len(batch.lengths) * groups > DIFFERENCING_LIMIT:
         raise TooLarge
     return _members(differencing(batch.lengths.tolist(), groups), groups)
+
+
+def differencing(costs: list[int], num_groups: int) -> list[int]:
+    """Assign sequences to groups by largest differencing (Karmarkar and Karp, 1982).
+
+    Repeatedly merges the two partial divisions with the largest spread, heavy groups with light ones.
+    """
+    # Entries: negative spread, number (breaks ties), (sum, members) of every group by descending sum.
+    heap = [(-cost, index, [(cost, [index]), *([(0, [])] * (num_groups - 1))]) for index, cost in enumerate(costs)]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (_, number, left), (_, _, right) = heapq.heappop(heap), heapq.heappop(heap)
+        merged = [(a + b, m + n) for (a, m), (b, n) in zip(left, reversed(right), strict=True)]
+        merged.sort(key=lambda entry: -entry[0])
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
+    group_of = [0] * len(costs)
+    for group, (_, members) in enumerate(heap[0][2]):
+        for index in members:
+            group_of[index] = group
+    return group_of
 
 
 def _members(chosen: Sequence[int] | IntArray, groups: int) -> Partition:

@@ -10,7 +10,7 @@ import torch
 from dta_compile import records
 from dta_compile.capture import dynamo
 from dta_compile.errors import OptionError, RefusalError
-from dta_compile.explanation import Explanation, explain_engine, explain_refusal
+from dta_compile.explanation import Explanation, explain_engine
 from dta_compile.plan import Plan
 from dta_compile.runtime import streaming
 from dta_compile.runtime.interception import Intercepted, intercept
@@ -86,7 +86,7 @@ def explain(fn: Any, *args: Any, **kwargs: Any) -> Explanation:
         except _Explained as explained:
             return explained.explanation
         except RefusalError as error:
-            return explain_refusal(error)
+            return Explanation(f"refused: {error}", refusal=error)
     reasons = records.of(compiled).as_captured or ["no graph with scaled_dot_product_attention was captured"]
     return Explanation(f"the call runs as it is, and rows share nothing: {'; '.join(dict.fromkeys(reasons))}")
 

@@ -62,11 +62,6 @@ class Explanation:
         self.plan.to_html(path, **known)
 
 
-def explain_refusal(error: RefusalError) -> Explanation:
-    """Report a refused call."""
-    return Explanation(f"refused: {error}", refusal=error)
-
-
 def explain_engine(engine: Intercepted, args: Sequence[Any]) -> Explanation:
     """Report a call over a tree: run its prologue and plan it, but do not run its token region."""
     executable = engine.executable

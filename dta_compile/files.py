@@ -36,13 +36,13 @@ def write_whole(path: pathlib.Path, data: bytes, mode: int = 0o600) -> None:
             unfinished.unlink()
 
 
-def write_output(path: str | os.PathLike[str], data: str | bytes) -> None:
+def write_output(path: str | os.PathLike[str], text: str) -> None:
     """Write an output that the user named: a file atomically, following links; a terminal or pipe directly.
 
     Raises:
         OSError: it cannot be written; an existing file is unchanged.
     """
-    content = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
+    content = text.encode("utf-8", "backslashreplace")
     target = pathlib.Path(os.path.realpath(path))
     mode = target.stat().st_mode if target.exists() else None
     if mode is not None and not stat.S_ISREG(mode):
@@ -59,15 +59,11 @@ def open_regular(path: pathlib.Path) -> IO[bytes]:
     Raises:
         OSError: it cannot be read, or is a pipe or device, which might never end.
     """
-    file = open(path, "rb", opener=_not_waiting)  # noqa: SIM115
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return file
-
-
-def _not_waiting(name: str, flags: int) -> int:
-    return os.open(name, flags | NONBLOCK)
 
 
 def read_text(source: str | os.PathLike[str] | IO[bytes], most: int = MOST_BYTES) -> str:

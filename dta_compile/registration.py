@@ -1,7 +1,7 @@
 """Register names of the package: `backend="dta"` with torch.compile, `attn_implementation="dta"` with transformers.
 
 torch finds an installed package through its entry point. A source tree has none on disk, so importing the package
-offers the same entry point in memory; torch reads it when it first lists backends. transformers, PEFT and TRL read no
+offers the same entry point to torch's registry of backends. transformers, PEFT and TRL read no
 entry points: our modules in `integrations` register with them once they are imported. Nothing here imports any of them.
 """
 
@@ -11,7 +11,6 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 import sys
 import types
 from collections.abc import Callable, Iterable
@@ -32,45 +31,16 @@ STAND_INS = {
 }
 
 
-class _SourceTree(importlib.metadata.Distribution):
-    """The package as a distribution that exists in memory only."""
-
-    def read_text(self, filename: str) -> str | None:
-        """Contents of a metadata file."""
-        files = {
-            "METADATA": "Metadata-Version: 2.1\nName: dta-compile\nVersion: 0.1.0\n",
-            "entry_points.txt": f"[{GROUP}]\n{NAME} = {VALUE}\n",
-        }
-        return files.get(filename)
-
-    def locate_file(self, path: str | os.PathLike[str]) -> Any:
-        """Path that a file of the distribution would have."""
-        return os.path.join(os.path.dirname(os.path.dirname(__file__)), path)
-
-
-class _Finder:
-    """A metadata finder at the end of the import path: installed distributions come first and hide this one."""
-
-    def find_spec(self, *args: Any, **kwargs: Any) -> None:
-        """Return None: there are no modules to find."""
-
-    def find_distributions(self, context: Any) -> Iterable[importlib.metadata.Distribution]:
-        """Return the source tree's distribution, unless the context names another one."""
-        return [_SourceTree()] if getattr(context, "name", None) in (None, "dta-compile", "dta_compile") else []
-
-
 class _AfterLoading:
     """Meta path finder that finds nothing itself, but runs callbacks after the modules they wait for are loaded."""
 
     def __init__(self) -> None:
-        self.waiting: dict[str, list[Callable[[types.ModuleType], None]]] = {}
-        self.watching: list[tuple[tuple[str, ...], Callable[[types.ModuleType], None]]] = []
+        self.calls: list[tuple[Callable[[str], bool], Callable[[types.ModuleType], None]]] = []
         self.searching = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Return a watched module's spec, with a loader that also runs the callbacks; None for all other modules."""
-        watched = any(name.startswith(starts) for starts, _ in self.watching)
-        if self.searching or not (watched or name in self.waiting):
+        if self.searching or not any(waits_for(name) for waits_for, _ in self.calls):
             return None
         self.searching = True
         try:
@@ -82,11 +52,9 @@ class _AfterLoading:
 
             def load_and_call(module: types.ModuleType) -> None:
                 load(module)
-                for call in self.waiting.pop(name, ()):
-                    call(module)
-                for starts, watch in self.watching:
-                    if name.startswith(starts):
-                        watch(module)
+                for waits_for, call in self.calls:
+                    if waits_for(name):
+                        call(module)
 
             spec.loader.exec_module = load_and_call  # type: ignore[method-assign]
         return spec
@@ -94,60 +62,43 @@ class _AfterLoading:
 
 def register() -> None:
     """Register all names, also if torch has already listed its backends or transformers is loaded. Idempotent."""
-    _register_backend()
-    if REGISTRY in sys.modules:
-        _take_twice(sys.modules[REGISTRY])
-    else:
-        when_loaded(REGISTRY, _take_twice)
-    for package, modules in STAND_INS.items():
-        load = functools.partial(_load, modules)
-        if package in sys.modules:
-            load()
+    calls: dict[str, Callable[[types.ModuleType], None]] = {REGISTRY: _offer_backend}
+    calls |= {name: functools.partial(_load, modules) for name, modules in STAND_INS.items()}
+    for name, call in calls.items():
+        if name in sys.modules:
+            call(sys.modules[name])
         else:
-            when_loaded(package, load)
+            when_loaded(name, call)
 
 
-def _load(modules: Iterable[str], _: types.ModuleType | None = None) -> None:
+def _load(modules: Iterable[str], _: types.ModuleType) -> None:
     for name in modules:
         importlib.import_module(f"dta_compile.integrations.{name}")
 
 
 def when_loaded(name: str, call: Callable[[types.ModuleType], None]) -> None:
     """Call a function with a module that is not imported yet, as soon as it is."""
-    _after_loading().waiting.setdefault(name, []).append(call)
+    _after_loading().calls.append((name.__eq__, call))
 
 
 def when_any_loaded(starts: tuple[str, ...], call: Callable[[types.ModuleType], None]) -> None:
     """Call a function with every module whose name has one of these prefixes, as soon as it is imported."""
-    _after_loading().watching.append((starts, call))
+    _after_loading().calls.append((lambda name: name.startswith(starts), call))
 
 
 def _after_loading() -> Any:
-    finder = _on_path(_AfterLoading)
+    """Return the finder on the path, compared by the name of its class: reloading this module makes another class."""
+    kind = str(_AfterLoading)
+    finder = next((finder for finder in sys.meta_path if str(type(finder)) == kind), None)
     if finder is None:
         finder = _AfterLoading()
         sys.meta_path.insert(0, finder)
     return finder
 
 
-def _on_path(kind: type) -> Any | None:
-    """Return the installed finder of a class, compared by name: reloading this module makes another class."""
-    names = __name__, kind.__name__
-    return next((finder for finder in sys.meta_path if (type(finder).__module__, type(finder).__name__) == names), None)
-
-
-def _register_backend() -> None:
-    if _on_path(_Finder) is None:
-        if _is_installed():
-            return
-        sys.meta_path.append(_Finder())
-    registry = sys.modules.get(REGISTRY)
-    if registry is not None:
-        registry._BACKENDS.setdefault(NAME, importlib.metadata.EntryPoint(NAME, VALUE, GROUP))
-
-
-def _take_twice(registry: Any) -> None:
-    """Let threads load the backend at the same time: torch would raise an error for the second registration."""
+def _offer_backend(registry: Any) -> None:
+    """Offer the entry point to torch, and let threads load the backend at the same time, which would be an error."""
+    registry._BACKENDS.setdefault(NAME, importlib.metadata.EntryPoint(NAME, VALUE, GROUP))
     register = registry.register_backend
     if hasattr(register, "__wrapped__"):
         return
@@ -160,11 +111,3 @@ def _take_twice(registry: Any) -> None:
         return registry._COMPILER_FNS.setdefault(NAME, compiler_fn)
 
     registry.register_backend = register_backend
-
-
-def _is_installed() -> bool:
-    try:
-        importlib.metadata.distribution("dta-compile")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

@@ -6,23 +6,24 @@ Every unusable argument, including a number out of range, raises OptionError.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-import json
-import math
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from dta_compile.data import ReadOptions, Recorded, Recording, read
 from dta_compile.data.recorded import LOSSES, TURNS
+from dta_compile.data.tokenizer import from_json
 from dta_compile.errors import OptionError, PlanError
 from dta_compile.files import write_output
 from dta_compile.options import MOST_BYTES, as_bytes
 from dta_compile.plan import PrefixTree
 from dta_compile.plan.tree.split_prefixes import with_routes
 
+Number = TypeVar("Number", int, float)
 MOST = 2**62  # largest count that an argument may have
 
 
@@ -36,30 +37,20 @@ class Parser(argparse.ArgumentParser):
 
 def whole(least: int, most: int = MOST) -> Callable[[str], int]:
     """Return an argument type: integers in [least, most]."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"expected an integer from {least} to {most}, got {text[:40]!r}")
-        return value
-
-    return parse
+    return _between(int, least, most, f"an integer from {least} to {most}")
 
 
 def real(least: float, most: float) -> Callable[[str], float]:
     """Return an argument type: finite numbers in [least, most]."""
+    return _between(float, least, most, f"a number from {least:g} to {most:g}")
 
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"expected a number from {least:g} to {most:g}, got {text[:40]!r}")
-        return value
+
+def _between(convert: Callable[[str], Number], least: float, most: float, expected: str) -> Callable[[str], Number]:
+    def parse(text: str) -> Number:
+        with contextlib.suppress(ValueError):
+            if least <= (value := convert(text)) <= most:
+                return value
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text[:40]!r}")
 
     return parse
 
@@ -134,10 +125,7 @@ def read_options(arguments: argparse.Namespace) -> ReadOptions:
         key, separator, value = pair.partition("=")
         if not separator:
             raise OptionError("bad value for --template-value", expected="KEY=VALUE", got=repr(pair))
-        try:
-            values[key] = json.loads(value)
-        except (ValueError, RecursionError):
-            values[key] = value
+        values[key] = from_json(value)
     return ReadOptions(
         arguments.tokenizer, arguments.chat_template, values, arguments.turns, arguments.loss, arguments.split
     )
@@ -146,10 +134,9 @@ def read_options(arguments: argparse.Namespace) -> ReadOptions:
 def read_source(path: str, options: ReadOptions, leaf_only: bool = False) -> Recording:
     """Read the sequences of a file; with `leaf_only`, drop those that are strict prefixes of others."""
     recording = read(path, options)
-    if not leaf_only:
-        return recording
-    batches = tuple(map(leaves_only, recording.batches))
-    return dataclasses.replace(recording, sequences=[item for batch in batches for item in batch], batches=batches)
+    if leaf_only:
+        recording = dataclasses.replace(recording, batches=tuple(map(leaves_only, recording.batches)))
+    return recording
 
 
 def leaves_only(sequences: list[Recorded]) -> list[Recorded]:

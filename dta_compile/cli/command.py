@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import networkx
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
@@ -103,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     defaults = Options()
-    parser.set_defaults(run=_plan)
+    parser.set_defaults(run=_plan, parser=parser)
     parser.description = "Print summary, prefix tree and (with --schedule) the operations of the plan of FILE."
     add_source(parser)
     parser.add_argument("--chunk-size", type=int, default=defaults.chunk_tokens, help="default: %(default)s")
@@ -184,17 +185,9 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _make_plan(sequences: list[Recorded], arguments: argparse.Namespace) -> Plan:
-    return plan(
-        [sequence.tokens for sequence in sequences],
-        routes=routes_of(sequences),
-        mode=arguments.mode,
-        chunk_size=arguments.chunk_size,
-        strategy=arguments.strategy,
-        order=arguments.order,
-        memory_budget=arguments.memory_budget,
-        bytes_per_token=arguments.bytes_per_token,
-        kv_bytes_per_token=arguments.kv_bytes_per_token,
-    )
+    names = ("mode", "chunk_size", "strategy", "order", "memory_budget", "bytes_per_token", "kv_bytes_per_token")
+    options = {name: getattr(arguments, name) for name in names}
+    return plan([sequence.tokens for sequence in sequences], routes=routes_of(sequences), **options)
 
 
 def _plan_batches(arguments: argparse.Namespace) -> int:
@@ -217,11 +210,8 @@ def _page_facts(recording: Recording) -> dict[str, Any]:
     """Return the facts for the HTML page (tokenizer, rewards, loss spans, names) that every sequence has."""
     sequences = recording.sequences
     facts: dict[str, Any] = {"tokenizer": recording.tokenizer}
-    for key, values in (
-        ("rewards", [sequence.reward for sequence in sequences]),
-        ("loss_masks", [sequence.spans for sequence in sequences]),
-        ("names", [sequence.name for sequence in sequences]),
-    ):
+    for key, name in (("rewards", "reward"), ("loss_masks", "spans"), ("names", "name")):
+        values = [getattr(sequence, name) for sequence in sequences]
         if sequences and None not in values:
             facts[key] = values
     return facts
@@ -237,7 +227,8 @@ def _print(batch_plan: Plan, arguments: argparse.Namespace) -> None:
     console.print()
     if arguments.full:
         # Let deep trees run past the edge of the terminal instead of folding them.
-        console.width = max(console.width, LABEL_WIDTH + 4 * _depth(batch_plan))
+        segments = len(networkx.dag_longest_path(batch_plan.tree))
+        console.width = max(console.width, LABEL_WIDTH + 4 * segments)
         console.print(tree_view(batch_plan), soft_wrap=True)
     else:
         console.print(tree_view(batch_plan, MOST_NODES), soft_wrap=True)
@@ -267,7 +258,7 @@ def tree_view(plan: Plan, most: int | None = None) -> Tree:
     if len(shown) < len(nodes):
         title += f", the {most} largest and what is above them"
     view = Tree(title)
-    pending = [(view, _roots(plan))]
+    pending = [(view, plan.prefix_tree.roots)]
     while pending:
         branch, children = pending.pop()
         for child in children:
@@ -279,29 +270,11 @@ def tree_view(plan: Plan, most: int | None = None) -> Tree:
     return view
 
 
-def _roots(plan: Plan) -> list[int]:
-    return [node for node in plan.tree if plan.tree.in_degree(node) == 0]
-
-
-def _depth(plan: Plan) -> int:
-    """Return the depth of the tree in segments."""
-    depth, level = 0, _roots(plan)
-    while level:
-        depth += 1
-        level = [child for node in level for child in plan.tree.successors(node)]
-    return depth
-
-
 def _largest(plan: Plan, most: int) -> set[int]:
     """Return the `most` largest segments and their ancestors."""
-    nodes, selected = plan.tree.nodes, set[int]()
-    pending = sorted(nodes, key=lambda node: nodes[node]["start"] - nodes[node]["stop"])[:most]
-    while pending:
-        node = pending.pop()
-        if node not in selected:
-            selected.add(node)
-            pending += plan.tree.predecessors(node)
-    return selected
+    nodes = plan.tree.nodes
+    largest = sorted(nodes, key=lambda node: nodes[node]["start"] - nodes[node]["stop"])[:most]
+    return {*largest, *(above for node in largest for above in networkx.ancestors(plan.tree, node))}
 
 
 def _label(node: dict[str, Any]) -> str:

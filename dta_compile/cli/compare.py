@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dta_compile.cli.arguments import MOST, read_options, read_source, tree_of, visible, whole
+from dta_compile.cli.arguments import read_options, read_source, tree_of, visible, whole
 from dta_compile.data import Recorded
-from dta_compile.data.recorded import TURNS
 from dta_compile.errors import OptionError
 from dta_compile.plan import Plan, PrefixTree
 
@@ -23,20 +22,11 @@ ARRANGEMENTS = ("file", "shuffled", "length", "prefix")
 SEED = 0  # seed of the shuffle
 MakePlan = Callable[[list[Recorded], argparse.Namespace], Plan]
 
-# Keys of --compare: the argument that each one changes, and the parser of its value.
-_CHANGES: dict[str, tuple[str, Callable[[str], object]]] = {
-    "file": ("file", str),
-    "template": ("chat_template", str),
-    "chat-template": ("chat_template", str),
-    "tokenizer": ("tokenizer", str),
-    "turns": ("turns", str),
-    "split": ("split", str),
-    "rows": ("rows", int),
-    "arrange": ("arrange", str),
-    "order": ("order", str),
-    "strategy": ("strategy", str),
-    "chunk-size": ("chunk_size", int),
-}
+# Keys of --compare: FILE, the options that a key is named after, and short for --chat-template.
+KEYS = (
+    *("file", "template", "chat-template", "tokenizer", "turns", "split", "rows", "arrange", "order", "strategy"),
+    "chunk-size",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,16 +77,12 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
         "--compare",
         metavar="KEY=VALUE",
         nargs="+",
-        help=f"beside it, the same with something else: {', '.join(_CHANGES)}; template=keep.jinja, arrange=shuffled",
+        help=f"beside it, the same with something else: {', '.join(KEYS)}; template=keep.jinja, arrange=shuffled",
     )
 
 
 def totals(arguments: argparse.Namespace, make_plan: MakePlan) -> Totals:
-    """Plan all batches of a command and sum their figures.
-
-    Raises:
-        OptionError: `rows` is below 1.
-    """
+    """Plan all batches of a command and sum their figures."""
     recording = read_source(arguments.file, read_options(arguments), arguments.leaf_only)
     sequences = recording.sequences
     if arguments.rows is None and arguments.arrange == ARRANGEMENTS[0]:
@@ -160,28 +146,19 @@ def print_totals(titles: Sequence[str], variants: Sequence[Totals], console: Con
 
 
 def _changed(arguments: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments with the changes of `--compare`, which are parsed like the options that they stand for."""
     other = copy.copy(arguments)
     for pair in arguments.compare:
         key, separator, value = pair.partition("=")
-        if not separator or key not in _CHANGES:
-            raise OptionError(
-                "bad value for --compare", expected=f"KEY=VALUE with a key of {', '.join(_CHANGES)}", got=repr(pair)
-            )
-        name, parse = _CHANGES[key]
-        try:
-            setattr(other, name, parse(value))
-        except ValueError as error:
-            raise OptionError("bad value for --compare", expected=f"{key}=NUMBER", got=repr(pair)) from error
-    for key, choices in (("arrange", ARRANGEMENTS), ("turns", TURNS)):
-        if getattr(other, key) not in choices:
-            expected = f"{key}={', '.join(choices)}"
-            raise OptionError("bad value for --compare", expected=expected, got=getattr(other, key))
+        if not separator or key not in KEYS:
+            expected = f"KEY=VALUE with a key of {', '.join(KEYS)}"
+            raise OptionError("bad value for --compare", expected=expected, got=repr(pair))
+        option = [] if key == "file" else [f"--{'chat-template' if key == 'template' else key}={value}"]
+        arguments.parser.parse_args([*option, "--", value if key == "file" else other.file], other)
     return other
 
 
 def _batches(sequences: list[Recorded], rows: int | None, arrange: str) -> list[list[Recorded]]:
-    if rows is not None and not 1 <= rows <= MOST:
-        raise OptionError("bad value for --rows", expected="1 or more", got=str(rows))
     order = list(range(len(sequences)))
     if arrange == "shuffled":
         order = np.random.default_rng(SEED).permutation(len(sequences)).tolist()

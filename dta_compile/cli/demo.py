@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import dta_compile
-from dta_compile.data import Rollout, bundled, load_rollouts, pad_batch, vocab_size
+from dta_compile.data import bundled, load_rollouts, pad_batch, vocab_size
 from dta_compile.errors import OptionError
 
 # (input_ids, attention_mask, labels), each [B, S] -> log-probs of the labels and entropies, each [B, S] float32.
@@ -59,31 +59,17 @@ class Settings:
 CHECKED_ROWS = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorBatch:
-    """`data.Batch` as tensors, with the log-probs `[B, S]` of the old policy."""
+# The arrays of a `data.Batch` as tensors, and `old_logprobs` `[B, S]`, the log-probs of the old policy.
+Tensors = dict[str, torch.Tensor]
 
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
-    advantages: torch.Tensor
-    old_logprobs: torch.Tensor | None = None
 
-    @classmethod
-    def of(cls, rollouts: Sequence[Rollout]) -> TensorBatch:
-        """Pad the rollouts on the right."""
-        batch = pad_batch(rollouts)
-        return cls(*(torch.from_numpy(getattr(batch, field.name)) for field in dataclasses.fields(cls)[:-1]))
-
-    def micro_batches(self, rows: int) -> Iterator[TensorBatch]:
-        """Yield consecutive blocks of rows, each cut to its longest row."""
-        fields = {name: value for name, value in vars(self).items() if value is not None}
-        for first in range(0, len(self.input_ids), rows):
-            part = {name: value[first : first + rows] for name, value in fields.items()}
-            width = int(part["attention_mask"].sum(1).max())
-            cut = {name: value[:, :width] if value.dim() == 2 else value for name, value in part.items()}
-            yield TensorBatch(**{name: value.contiguous() for name, value in cut.items()})  # one graph for all parts
+def micro_batches(batch: Tensors, rows: int) -> Iterator[Tensors]:
+    """Yield consecutive blocks of rows, each cut to its longest row."""
+    for first in range(0, len(batch["input_ids"]), rows):
+        part = {name: value[first : first + rows] for name, value in batch.items()}
+        width = int(part["attention_mask"].sum(1).max())
+        cut = {name: value[:, :width] if value.dim() == 2 else value for name, value in part.items()}
+        yield {name: value.contiguous() for name, value in cut.items()}  # one graph for all parts
 
 
 def build_model(vocabulary: int, seed: int) -> torch.nn.Module:
@@ -119,15 +105,14 @@ def token_values(model: torch.nn.Module) -> TokenValues:
 
 
 def grpo_loss(
-    logprobs: torch.Tensor, entropies: torch.Tensor, batch: TensorBatch, total: int, settings: Settings
+    logprobs: torch.Tensor, entropies: torch.Tensor, batch: Tensors, total: int, settings: Settings
 ) -> torch.Tensor:
     """Clipped policy-gradient loss with an entropy bonus: the sum over trained tokens, divided by `total` of them."""
-    assert batch.old_logprobs is not None
-    ratio = (logprobs - batch.old_logprobs).exp()
-    advantages = batch.advantages[:, None]
+    ratio = (logprobs - batch["old_logprobs"]).exp()
+    advantages = batch["advantages"][:, None]
     clipped = ratio.clamp(1 - settings.clip, 1 + settings.clip)
     objective = torch.minimum(ratio * advantages, clipped * advantages) + settings.entropy_weight * entropies
-    return -torch.where(batch.loss_mask, objective, 0.0).sum() / total
+    return -torch.where(batch["loss_mask"], objective, 0.0).sum() / total
 
 
 class Trainer:
@@ -140,21 +125,21 @@ class Trainer:
         self.loss = float("nan")
 
     @torch.no_grad()
-    def score(self, batch: TensorBatch) -> torch.Tensor:
+    def score(self, batch: Tensors) -> torch.Tensor:
         """Return the log-probs `[B, S]` under the current weights; 0 on padding."""
-        scores = torch.zeros(batch.labels.shape)
-        for first, part in enumerate(batch.micro_batches(self.rows)):
-            values, _ = self.values(part.input_ids, part.attention_mask, part.labels)
+        scores = torch.zeros(batch["labels"].shape)
+        for first, part in enumerate(micro_batches(batch, self.rows)):
+            values, _ = self.values(part["input_ids"], part["attention_mask"], part["labels"])
             scores[first * self.rows :][: self.rows, : values.shape[1]] = values
-        return scores * batch.attention_mask
+        return scores * batch["attention_mask"]
 
-    def backward(self, batch: TensorBatch) -> None:
+    def backward(self, batch: Tensors) -> None:
         """Accumulate the gradients of the loss over the batch; record the loss and the time in seconds."""
         started = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
-        total, loss = int(batch.loss_mask.sum()), 0.0
-        for part in batch.micro_batches(self.rows):
-            logprobs, entropies = self.values(part.input_ids, part.attention_mask, part.labels)
+        total, loss = int(batch["loss_mask"].sum()), 0.0
+        for part in micro_batches(batch, self.rows):
+            logprobs, entropies = self.values(part["input_ids"], part["attention_mask"], part["labels"])
             partial = grpo_loss(logprobs, entropies, part, total, self.settings)
             partial.backward()
             loss += partial.item()
@@ -203,7 +188,7 @@ def run(settings: Settings, console: Console) -> Result:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     rollouts = [rollout for rollout in load_rollouts(bundled(), dense=True) if rollout.turn < settings.turns]
-    batch = TensorBatch.of(rollouts)
+    batch = {name: torch.from_numpy(array) for name, array in vars(pad_batch(rollouts)).items()}
     model = build_model(vocab_size(bundled(), multiple=64), settings.seed)
     twin = copy.deepcopy(model)
     is_dta = settings.backend == "dta"
@@ -213,9 +198,9 @@ def run(settings: Settings, console: Console) -> Result:
     ours = Trainer(twin, compiled, len(rollouts), settings)
 
     started = time.perf_counter()
-    batch = dataclasses.replace(batch, old_logprobs=eager.score(batch))
+    batch["old_logprobs"] = eager.score(batch)
     console.print(f"log-probs of the old policy, eager: {time.perf_counter() - started:.1f} s")
-    ours.backward(next(batch.micro_batches(CHECKED_ROWS)))
+    ours.backward(next(micro_batches(batch, CHECKED_ROWS)))
     first_call = ours.seconds.pop()
     self_check = dta_compile.last_plan(compiled).estimates.self_check if is_dta else None
     console.print(f"first call, {CHECKED_ROWS} rollouts, compiles: {first_call:.1f} s")

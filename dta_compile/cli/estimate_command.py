@@ -11,18 +11,8 @@ from rich.table import Table
 
 from dta_compile.cli.arguments import add_source, read_options, read_source, real, size, visible, whole, write
 from dta_compile.errors import OptionError
-from dta_compile.estimate import (
-    DEVICES,
-    OPTIMIZERS,
-    SHARDS,
-    Device,
-    Estimate,
-    Prediction,
-    Ranks,
-    device_named,
-    estimate,
-    model_shape,
-)
+from dta_compile.estimate.devices import DEVICES, Device, device_named
+from dta_compile.estimate.predict import OPTIMIZERS, SHARDS, Estimate, Prediction, Ranks, estimate, model_shape
 from dta_compile.files import read_text
 from dta_compile.options import CHOICES, Options
 from dta_compile.plan import CostModel
@@ -75,12 +65,8 @@ def add_estimate(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    device = device_named(
-        arguments.device,
-        arguments.tflops,
-        None if arguments.bandwidth is None else arguments.bandwidth * 1e12,
-        None if arguments.memory is None else arguments.memory * 1e9,
-    )
+    bandwidth, memory = arguments.bandwidth and arguments.bandwidth * 1e12, arguments.memory and arguments.memory * 1e9
+    device = device_named(arguments.device, arguments.tflops, bandwidth, memory)
     options = Options(arguments.chunk_size, sweep=arguments.sweep, memory_budget=arguments.memory_budget)
     ranks = Ranks(arguments.ranks, arguments.shard, arguments.optimizer)
     batches = read_source(arguments.file, read_options(arguments), arguments.leaf_only).batches
@@ -89,15 +75,13 @@ def _run(arguments: argparse.Namespace) -> int:
     shape = model_shape(arguments.config)
     result = estimate(sequences, shape, device, options, cost, ranks)
     if arguments.json:
-        text = json.dumps(_as_json(result) | {"model": dataclasses.asdict(shape)}, indent=1) + "\n"
-        write(arguments.json, text)
+        figures = {"stats": result.plan.stats, **vars(result), "model": shape}
+        del figures["plan"]
+        write(arguments.json, json.dumps(figures, indent=1, default=dataclasses.asdict) + "\n")
         return 0
     console = Console(highlight=False)
-    console.print(
-        f"{visible(shape.name)}: {shape.parameters / 1e9:.2f}B parameters, {shape.layers} layers",
-        soft_wrap=True,
-        markup=False,
-    )
+    size = f"{shape.parameters / 1e9:.2f}B parameters, {shape.layers} layers"
+    console.print(f"{visible(shape.name)}: {size}", soft_wrap=True, markup=False)
     _print(result, device, console)
     return 0
 
@@ -109,23 +93,6 @@ def _calibrated(path: str) -> CostModel:
         return Calibration.from_json(read_text(path, MOST_BYTES), prior=CostModel.of_gpu()).cost_model()
     except ValueError as error:
         raise OptionError("not a calibration", expected="a file of the cache folder", got=f"{path}: {error}") from error
-
-
-def _as_json(result: Estimate) -> dict[str, object]:
-    return {
-        "stats": dataclasses.asdict(result.plan.stats),
-        "head_rows": result.head_rows,
-        "fixed_bytes": result.fixed_bytes,
-        "ours": [dataclasses.asdict(prediction) for prediction in result.ours],
-        "others": [dataclasses.asdict(prediction) for prediction in result.others],
-        "source": result.source,
-        "uncertainty": result.uncertainty,
-        "best": None if result.best is None else dataclasses.asdict(result.best),
-        "batches": result.batches,
-        "usable": result.usable,
-        "ranks": dataclasses.asdict(result.ranks),
-        "ranks_needed": result.ranks_needed,
-    }
 
 
 def _print(result: Estimate, device: Device, console: Console) -> None:

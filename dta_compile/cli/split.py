@@ -22,7 +22,6 @@ from rich.table import Table
 
 from dta_compile.cli.arguments import visible, whole, write
 from dta_compile.errors import OptionError
-from dta_compile.options import as_integer
 
 MOST_GPUS = 16_384  # limits the printed table, which has one row per split
 LEAST, MOST = 1e-30, 1e30  # range of throughputs in any unit
@@ -48,30 +47,29 @@ class System:
     measured: Mapping[Split, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for side, figures in (("training", self.train), ("rollout", self.roll)):
-            for gpus, throughput in figures.items():
-                self._check(f"{side} on {gpus} GPUs", gpus, throughput)
-        for (roll, train), throughput in self.measured.items():
-            self._check(f"split {roll}/{train}", min(roll, train), throughput)
-
-    def _check(self, what: str, gpus: int, throughput: float) -> None:
-        count = as_integer(gpus)
-        if count is None or not 1 <= count <= MOST_GPUS:
-            expected = f"1 or more of each side, at most {MOST_GPUS}"
-            raise OptionError("bad number of GPUs", where=f"{self.name}, {what}", expected=expected)
-        if not LEAST <= throughput <= MOST:
-            expected = "a positive, finite number"
-            raise OptionError("bad throughput", where=f"{self.name}, {what}", expected=expected, got=str(throughput))
+        sides = (("training", self.train), ("rollout", self.roll))
+        figures = [(f"{side} on {gpus} GPUs", gpus, value) for side, points in sides for gpus, value in points.items()]
+        figures += [(f"split {split[0]}/{split[1]}", min(split), value) for split, value in self.measured.items()]
+        for what, gpus, throughput in figures:
+            where = f"{self.name}, {what}"
+            if not 1 <= gpus <= MOST_GPUS:
+                expected = f"1 or more of each side, at most {MOST_GPUS}"
+                raise OptionError("bad number of GPUs", where=where, expected=expected)
+            if not LEAST <= throughput <= MOST:
+                expected = "a positive, finite number"
+                raise OptionError("bad throughput", where=where, expected=expected, got=str(throughput))
 
 
 class Cell(NamedTuple):
     """One row of a sweep: a split of the GPUs and its throughputs.
 
     Attributes:
-        roll_gpus, train_gpus: the split.
+        roll_gpus, train_gpus: GPUs of each side.
         roll, train: throughput that each side can reach.
         throughput: throughput of the pipeline: the measured one, or that of the slower side.
         measured: whether `throughput` was measured.
+        split: the split as rollout GPUs / training GPUs.
+        limit: the slower side, "rollout" or "training".
     """
 
     roll_gpus: int
@@ -80,16 +78,8 @@ class Cell(NamedTuple):
     train: float
     throughput: float
     measured: bool
-
-    @property
-    def split(self) -> str:
-        """Format the split as rollout GPUs / training GPUs."""
-        return f"{self.roll_gpus}/{self.train_gpus}"
-
-    @property
-    def limit(self) -> str:
-        """Name of the slower side, "rollout" or "training"."""
-        return "rollout" if self.roll < self.train else "training"
+    split: str
+    limit: str
 
 
 def sweep(system: System, gpus: int) -> list[Cell]:
@@ -106,8 +96,9 @@ def sweep(system: System, gpus: int) -> list[Cell]:
     cells = []
     for split in ((number, gpus - number) for number in range(1, gpus)):
         roll, train = (capacity(points, number) for points, number in zip(sides, split, strict=True))
-        is_measured = split in system.measured
-        cells.append(Cell(*split, roll, train, system.measured.get(split, min(roll, train)), is_measured))
+        throughput, limit = system.measured.get(split, min(roll, train)), "rollout" if roll < train else "training"
+        name = f"{split[0]}/{split[1]}"
+        cells.append(Cell(*split, roll, train, throughput, split in system.measured, name, limit))
     return cells
 
 
@@ -197,7 +188,8 @@ def _run(arguments: argparse.Namespace) -> int:
     sweeps = {system.name: sweep(system, arguments.gpus) for system in systems}
     if arguments.json:
         result = {
-            name: {"best": _as_json(best(cells)), "sweep": list(map(_as_json, cells))} for name, cells in sweeps.items()
+            name: {"best": best(cells)._asdict(), "sweep": [cell._asdict() for cell in cells]}
+            for name, cells in sweeps.items()
         }
         fields = {"gpus": arguments.gpus, "unit": arguments.unit, "systems": result}
         write(arguments.json, json.dumps(fields, indent=1) + "\n")
@@ -225,10 +217,6 @@ def _system(name: str, figures: dict[str, list[str]]) -> System:
         return throughputs
 
     return System(name, of("train"), of("roll"), of("measured"))
-
-
-def _as_json(cell: Cell) -> dict[str, Any]:
-    return {**cell._asdict(), "split": cell.split, "limit": cell.limit}
 
 
 def _print(sweeps: dict[str, list[Cell]], gpus: int, unit: str) -> None:

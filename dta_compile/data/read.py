@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 from dta_compile.data.recorded import ReadOptions, Recorded
@@ -22,16 +23,19 @@ class Recording:
     """Result of `read`.
 
     Attributes:
-        sequences: the token sequences, in file order.
+        batches: the token sequences by file, in file order; trainers dump one batch per file of a folder.
         kind: description of the detected format.
         tokenizer: the tokenizer named in the options; None: none was named.
-        batches: the sequences by file; trainers dump one batch per file of a folder.
     """
 
-    sequences: list[Recorded]
+    batches: tuple[list[Recorded], ...]
     kind: str
-    tokenizer: Tokenizer | None = None
-    batches: tuple[list[Recorded], ...] = ()
+    tokenizer: Tokenizer | None
+
+    @cached_property
+    def sequences(self) -> list[Recorded]:
+        """The sequences of all files."""
+        return [sequence for batch in self.batches for sequence in batch]
 
 
 def read(path: str, options: ReadOptions | None = None) -> Recording:
@@ -49,23 +53,21 @@ def read(path: str, options: ReadOptions | None = None) -> Recording:
         MissingPackageError: reading needs a package that is not installed.
     """
     options = options or ReadOptions()
-    reader = RowReader(options)
-    if options.tokenizer is not None:
-        reader.tokenizer = load_tokenizer(options.tokenizer, options.chat_template)
+    tokenizer = load_tokenizer(options.tokenizer, options.chat_template) if options.tokenizer is not None else None
+    reader = RowReader(options, tokenizer)
     files = _files(path, options)
     batches: list[list[Recorded]] = []
     kinds: list[str] = []
     for file in files:
         is_rollouts = file != "-" and Path(file).is_file() and _begins(file) == ZIP
-        content = _rollouts(file) if is_rollouts else list(reader.read(_rows(file, options)))
+        content = [*(load_rollouts(file) if is_rollouts else reader.read(_rows(file, options)))]
         kinds += ["rollout files"] if is_rollouts else []
         # Trajectory numbers are unique only within a file.
         batches.append([_of_file(item, file) for item in content] if len(files) > 1 else content)
     kinds = [*dict.fromkeys(kinds), *(f"{count:,} {kind}" for kind, count in reader.kinds.items())]
     if len(files) > 1:
         kinds = [f"{len(files)} files", *kinds]
-    sequences = [item for batch in batches for item in batch]
-    return Recording(sequences, ", ".join(kinds) or "nothing", reader.tokenizer, tuple(batches))
+    return Recording(tuple(batches), ", ".join(kinds) or "nothing", tokenizer)
 
 
 def _files(path: str, options: ReadOptions) -> list[str]:
@@ -93,16 +95,6 @@ def _rows(path: str, options: ReadOptions) -> Iterator[Row]:
 def _begins(path: str) -> bytes:
     with open_regular(Path(path)) as file:
         return file.read(4)
-
-
-def _rollouts(path: str) -> list[Recorded]:
-    return [
-        Recorded(
-            *(rollout.tokens, rollout.routes, rollout.spans, rollout.trajectory, rollout.turn, rollout.reward),
-            name=f"task {rollout.group} · trial {rollout.trial} · turn {rollout.turn}",
-        )
-        for rollout in load_rollouts(path)
-    ]
 
 
 def _of_file(one: Recorded, file: str) -> Recorded:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import itertools
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from dta_compile.data.recorded import ReadOptions, Recorded, spans_of_mask
 from dta_compile.data.tables import SHOWN, Row
-from dta_compile.data.tokenizer import Tokenizer, conversation, load_tokenizer, samples
+from dta_compile.data.tokenizer import Tokenizer, conversation, samples
 from dta_compile.errors import OptionError, PlanError
 
 # Keys used by trainers and inference engines, in order of precedence.
@@ -45,12 +46,12 @@ class RowReader:
     Attributes:
         options: options for rows with text.
         kinds: number of rows by description.
-        tokenizer: tokenizer named by the options, loaded when the first row needs it.
+        tokenizer: tokenizer named by the options.
     """
 
     options: ReadOptions
-    kinds: dict[str, int] = dataclasses.field(default_factory=dict)
-    tokenizer: Tokenizer | None = None
+    tokenizer: Tokenizer | None
+    kinds: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def read(self, rows: Iterable[Row]) -> Iterator[Recorded]:
         """Yield the sequences of rows, in order.
@@ -61,7 +62,7 @@ class RowReader:
         """
         for number, (where, row) in enumerate(rows):
             kind, sequences = self._of(row, where, number)
-            self.kinds[kind] = self.kinds.get(kind, 0) + 1
+            self.kinds[kind] += 1
             yield from sequences
 
     def _of(self, row: Any, where: str, number: int) -> tuple[str, Iterable[Recorded]]:
@@ -113,13 +114,11 @@ class RowReader:
 
     def _tokenizer(self, where: str) -> Tokenizer:
         if self.tokenizer is None:
-            if self.options.tokenizer is None:
-                raise OptionError(
-                    "text needs a tokenizer",
-                    where=where,
-                    expected="--tokenizer with a name or folder for transformers' AutoTokenizer, or a tokenizer.json",
-                )
-            self.tokenizer = load_tokenizer(self.options.tokenizer, self.options.chat_template)
+            raise OptionError(
+                "text needs a tokenizer",
+                where=where,
+                expected="--tokenizer with a name or folder for transformers' AutoTokenizer, or a tokenizer.json",
+            )
         return self.tokenizer
 
 
@@ -137,7 +136,7 @@ def _of_tokens(row: dict[str, Any], key: str, where: str) -> Recorded:
     if key == "input_ids" and row.get("attention_mask") is not None:
         real = _beside(row, "attention_mask", len(tokens), where) > 0
         if spans is not None:
-            spans = spans_of_mask(Recorded(tokens, spans=spans).loss_mask()[real])
+            spans = spans_of_mask(Recorded(tokens, spans=spans).loss_mask[real])
         tokens = np.asarray(tokens, np.int64)[real]
         routes = None if routes is None else routes[real]
     return Recorded(tokens, routes, spans=spans, **facts)
@@ -225,15 +224,11 @@ def _ascends(values: list[Any]) -> bool:
 
 
 def _routes(value: Any, tokens: int, where: str) -> Any:
-    try:
-        routes = np.array(value)
-        entries = value
-        for _ in routes.shape[1:]:
-            entries = itertools.chain.from_iterable(entries)
-        is_whole = set(map(type, entries)) <= {int} and (not routes.size or routes.dtype.kind == "i")  # no bools
-    except Exception:  # numpy's errors, and those of lists nested too deep
-        routes, is_whole = None, False
-    if not isinstance(value, list) or routes is None or not is_whole or len(routes) != tokens:
+    routes = None
+    with contextlib.suppress(Exception):  # numpy's errors, and those of lists nested too deep
+        entries = np.array(value, dtype=object)
+        routes = entries.astype(np.int64) if set(map(type, entries.flat)) <= {int} else None  # no bools
+    if not isinstance(value, list) or routes is None or len(routes) != tokens:
         raise PlanError(
             "routes are not integers of one shape for every token",
             where=where,

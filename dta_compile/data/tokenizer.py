@@ -149,14 +149,14 @@ def conversation(value: Any, where: str, role: str = "user") -> list[Message]:
     """
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    messages = [_message(message) for message in value] if isinstance(value, list) else [None]
-    bad = next((number for number, message in enumerate(messages) if message is None), None)
-    if bad is not None or not messages:
+    messages = [_message(message) for message in value] if isinstance(value, list) else []
+    bad = [number for number, message in enumerate(messages) if message is None]
+    if bad or not messages:
         raise PlanError(
             "not a list of messages",
             where=where,
             expected='[{"role": "user", "content": "..."}, ...] or [{"from": "human", "value": "..."}, ...]',
-            got=f"entry {bad} without a role" if isinstance(value, list) and messages else repr(value)[:60],
+            got=f"entry {bad[0]} without a role" if bad else repr(value)[:60],
         )
     return [message for message in messages if message is not None]
 
@@ -181,7 +181,7 @@ def samples(
         PlanError: no message is by the assistant.
     """
     if isinstance(tools, str):  # tables store them as JSON text
-        tools = _from_json(tools)
+        tools = from_json(tools)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
     if not answers:
         raise PlanError(
@@ -247,8 +247,8 @@ class _Renderer:
         return len(encode(text[:begin])), len(encode(text[: begin + len(content.strip())]))
 
 
-def common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Return the length of the common prefix of two token sequences."""
+def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the length of the common prefix of two token sequences, or texts."""
     size = min(len(one), len(other))
     return next((i for i in range(size) if one[i] != other[i]), size)
 
@@ -279,14 +279,15 @@ def _tool_call(call: Any) -> Any:
         return call
     arguments = inner.get("arguments")
     if isinstance(arguments, str):
-        arguments = _from_json(arguments)
+        arguments = from_json(arguments)
     elif isinstance(arguments, dict):
         arguments = {key: argument for key, argument in arguments.items() if argument is not None}
     inner = {**inner, "arguments": arguments}
     return {**call, "function": inner} if "function" in call else inner
 
 
-def _from_json(text: str) -> Any:
+def from_json(text: str) -> Any:
+    """Parse a text that may be JSON; return any other text as it is."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -18,6 +18,14 @@ GroupLike = dist.ProcessGroup | DeviceMesh | None
 T = TypeVar("T")
 
 
+def _attempt(make: Callable[[], T]) -> tuple[T | None, str]:
+    """Return the result of `make()`, or the text of one of our errors."""
+    try:
+        return make(), ""
+    except DTAError as error:
+        return None, str(error)
+
+
 class Group:
     """Ranks that share a batch.
 
@@ -58,12 +66,7 @@ class Group:
 
         So no rank waits for another one with a bad batch.
         """
-        result: tuple[T | None, str] = None, ""
-        try:
-            result = make(), ""
-        except DTAError as error:
-            result = None, str(error)
-        values = self.gather(result)
+        values = self.gather(_attempt(make))
         for rank, (_, problem) in enumerate(values):
             if problem:
                 raise RuntimeContractError(f"rank {rank} of {self.size}: {problem}")
@@ -71,12 +74,7 @@ class Group:
 
     def from_first(self, make: Callable[[], T]) -> T:
         """Broadcast the result of `make()` on the first rank; one of our errors there is raised on all ranks."""
-        result: list[Any] = [None, ""]
-        if self.rank == 0:
-            try:
-                result = [make(), ""]
-            except DTAError as error:
-                result = [None, str(error)]
+        result: list[Any] = [*(_attempt(make) if self.rank == 0 else (None, ""))]
         if self.size > 1:
             first = 0 if self._group is None else dist.get_global_rank(self._group, 0)
             dist.broadcast_object_list(result, first, self._group)
@@ -172,19 +170,6 @@ def transfer(
     out = values.new_full((int(np.prod(shape)), *entries.shape[1:]), fill)
     out[_entries(target, received, sizes, group.rank, per_token).to(values.device)] = moved
     return out.reshape(*shape, *entries.shape[1:])
-
-
-def to_first(values: torch.Tensor, source: RowLocations, lengths: IntArray, group: Group) -> torch.Tensor:
-    """Move the tokens of all rows to the first rank, one row after the other `[lengths.sum()]`; others get none.
-
-    Args:
-        values: this rank's tokens `[rows, columns]`.
-    """
-    mine = np.flatnonzero(source.rank == group.rank)
-    entries = values.flatten().index_select(0, _entries(source, mine, lengths, group.rank, True).to(values.device))
-    received = _per_rank(source.rank, np.arange(len(lengths)), lengths, group.size)
-    others = [0] * (group.size - 1)
-    return group.all_to_all(entries, [len(entries), *others], received if group.rank == 0 else [0] * group.size)
 
 
 def _grouped_by(rank: IntArray, rows: IntArray) -> IntArray:

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from dta_compile.distributed.group import Group, GroupLike, IntArray, RowLocations, to_first, transfer
+from dta_compile.distributed.group import Group, GroupLike, IntArray, RowLocations, transfer
 from dta_compile.errors import OptionError, RuntimeContractError
 from dta_compile.plan import CostModel, PrefixTree, balance
 
@@ -169,14 +169,21 @@ def scatter(
     named = _named(tokens, per_row, per_token)
     if packed is not None:
         _require_tokens(named)
-        _require_restart(packed, fills)
+        if fills.get(packed, 0) != 0:  # any other number could continue a row's last sequence
+            expected = "0, where another one begins"
+            raise OptionError(f"padding of {packed!r} tells no sequences", expected=expected, got=repr(fills[packed]))
     batches = ranks.gather_checked(lambda: _read(batch, tokens, mask, packed))
     rows, columns = batches[ranks.rank].shape
     fields = _agree(ranks, batch, rows, columns, named)
     origin, lengths = _origin(batches)
     values = {name: field.fitted(batch[name], rows, columns) for name, field in fields.items()}
     here, costs = _deal(ranks, values[tokens], origin, lengths, cost, packed is not None)
-    _require_known("padding", padding or {}, fields)
+    if unknown := sorted(set(padding or {}) - set(fields)):
+        raise OptionError(
+            "padding names fields that the batch does not have",
+            expected=", ".join(map(repr, fields)),
+            got=", ".join(map(repr, unknown)),
+        )
     for name in fields.keys() & fills.keys():
         fields[name].require_fill(name, fills[name])
     moved = {
@@ -275,23 +282,6 @@ def _require_tokens(named: Mapping[str, bool]) -> None:
         )
 
 
-def _require_restart(packed: str, fills: Mapping[str, float]) -> None:
-    """Raise `OptionError` if padding could continue a row's last sequence; only 0 always begins a new one."""
-    if fills.get(packed, 0) != 0:
-        raise OptionError(
-            f"padding of {packed!r} tells no sequences", expected="0, where another one begins", got=repr(fills[packed])
-        )
-
-
-def _require_known(what: str, names: Iterable[str], fields: Mapping[str, object]) -> None:
-    if unknown := sorted(set(names) - set(fields)):
-        raise OptionError(
-            f"{what} names fields that the batch does not have",
-            expected=", ".join(map(repr, fields)),
-            got=", ".join(map(repr, unknown)),
-        )
-
-
 def _require_clear(name: str, values: torch.Tensor, columns: int, named: Mapping[str, bool]) -> None:
     """Raise unless a field is named or has an unambiguous shape: `[B, S, ...]` per token, or `[B]` per row."""
     fits = values.shape[1:2] == (columns,)
@@ -366,10 +356,12 @@ def _deal(
 ) -> tuple[RowLocations, list[int]]:
     """Plan on the first rank; return the new locations of all sequences and the tree tokens of every rank."""
     count = len(lengths)
-    gathered = to_first(ids, origin, lengths, group)
+    rows, starts, shape = _in_one_row(lengths)
+    on_first = RowLocations(np.zeros(count, np.int64), rows, starts, [shape, *([(0, 0)] * (group.size - 1))])
+    gathered = transfer(ids, origin, on_first, lengths, group, True, 0)
 
     def plan() -> tuple[list[list[int]], list[int]]:
-        sequences = np.split(gathered.cpu().numpy(), np.cumsum(lengths)[:-1]) if count else []
+        sequences = np.split(gathered[0, : lengths.sum()].cpu().numpy(), np.cumsum(lengths)[:-1]) if count else []
         groups = balance(sequences, group.size, cost)
         return groups, [PrefixTree.build([sequences[i] for i in chosen]).num_rows for chosen in groups]
 

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dta_compile.data.tokenizer import common_prefix
+from dta_compile.plan.tree.lexicographic import common_run
+
 THINKING, REMOVED, INSERTED, REPLACED = "stripped thinking", "removed", "inserted", "replaced"
 TIMES, IDS, TOOLS, ORDER, WHITESPACE = "time stamps", "ids and numbers", "tool order", "order", "whitespace"
-
-CAUSES = (THINKING, TIMES, IDS, TOOLS, ORDER, WHITESPACE, REMOVED, INSERTED, REPLACED)
 
 ADVICE = {
     THINKING: "keep the thinking of earlier turns in the prompts of later ones, or train without thinking",
@@ -86,7 +87,7 @@ def cause_of_text(text: Difference) -> str:
     if _same(*(_ID.sub("<id>", side) for side in (left, right))):
         return IDS
     if _same(*(_ID.sub("<id>", side) for side in times)):  # times and ids differ: blame the first difference
-        first = _first_difference(left, right)
+        first = common_prefix(left, right)
         return TIMES if any(match.start() <= first < match.end() for match in _TIME.finditer(left)) else IDS
     if _same_parts(left, right):
         return TOOLS if _TOOLS.search(text.before + left + text.after) else ORDER
@@ -125,11 +126,6 @@ def _same(left: str, right: str) -> bool:
 def _same_parts(left: str, right: str) -> bool:
     parts = _PARTS.findall(left)
     return len(parts) >= _LEAST_PARTS and Counter(parts) == Counter(_PARTS.findall(right))
-
-
-def _first_difference(left: str, right: str) -> int:
-    size = min(len(left), len(right))
-    return next((i for i in range(size) if left[i] != right[i]), size)
 
 
 Ints = NDArray[np.int64]
@@ -184,34 +180,30 @@ def _rewritten(own: Ints, model: Rewritten | None, comparison: Comparison, undon
     if model is None or not (model.is_new or any(map(undone, comparison.causes))):
         return Rewritten(own, np.arange(len(own) + 1), False)
     pieces: list[Ints] = []
-    places = np.zeros(len(own) + 1, np.int64)
+    places: list[Ints] = []
     size = 0
 
-    def alike(a: int, b: int, count: int) -> None:
+    def add(tokens: Ints, offsets: Ints) -> None:
+        """Add new tokens, with the offset in them of every old token in whose place they are."""
         nonlocal size
-        pieces.append(model.part(a, a + count))
-        places[b : b + count + 1] = size + model.places[a : a + count + 1] - model.places[a]
-        size += len(pieces[-1])
+        pieces.append(tokens)
+        places.append(size + offsets)
+        size += len(tokens)
 
-    def as_it_was(start: int, stop: int) -> None:
-        nonlocal size
-        pieces.append(own[start:stop])
-        places[start : stop + 1] = size + np.arange(stop - start + 1)
-        size += stop - start
+    def add_alike(a: int, count: int) -> None:
+        add(model.part(a, a + count), model.places[a : a + count] - model.places[a])
 
-    alike(0, 0, comparison.shared)
+    add_alike(0, comparison.shared)
     end = comparison.shared
     for hunk, cause in zip(comparison.hunks, comparison.causes, strict=True):
         if undone(cause):
-            pieces.append(model.part(hunk.a0, hunk.a1))
-            places[hunk.b0 : hunk.b1] = size
-            size += len(pieces[-1])
+            add(model.part(hunk.a0, hunk.a1), np.zeros(hunk.b1 - hunk.b0, np.int64))
         else:
-            as_it_was(hunk.b0, hunk.b1)
-        alike(hunk.a1, hunk.b1, hunk.run)
+            add(own[hunk.b0 : hunk.b1], np.arange(hunk.b1 - hunk.b0))
+        add_alike(hunk.a1, hunk.run)
         end = hunk.b1 + hunk.run
-    as_it_was(end, len(own))
-    return Rewritten(np.concatenate(pieces), places, True)
+    add(own[end:], np.arange(len(own) - end))
+    return Rewritten(np.concatenate(pieces), np.append(np.concatenate(places), size), True)
 
 
 Hashes = NDArray[np.uint64]
@@ -260,18 +252,6 @@ def align(a: Ints, b: Ints, start: int) -> list[Hunk]:
     if i < len(a) or j < len(b):
         hunks.append(Hunk(i, len(a), j, len(b), 0))
     return hunks
-
-
-def common_run(a: Ints, b: Ints, i: int = 0, j: int = 0) -> int:
-    """Return the number of equal tokens from `a[i]` and `b[j]` on."""
-    size, done, step = min(len(a) - i, len(b) - j), 0, 64
-    while done < size:
-        step = min(step, size - done)
-        different = np.flatnonzero(a[i + done : i + done + step] != b[j + done : j + done + step])
-        if len(different):
-            return done + int(different[0])
-        done, step = done + step, step * 4
-    return size
 
 
 def gram_hashes(tokens: Ints) -> Hashes:

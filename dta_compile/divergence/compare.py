@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dta_compile.data import Recorded
+from dta_compile.data.recorded import mask_of_spans
 from dta_compile.divergence.causes import (
     IDS,
     INSERTED,
@@ -28,11 +29,11 @@ from dta_compile.divergence.causes import (
     align,
     cause_of_text,
     cause_of_tokens,
-    common_run,
     gram_hashes,
     is_about_tools,
 )
 from dta_compile.plan import PrefixTree
+from dta_compile.plan.tree.lexicographic import common_run
 
 AROUND = 24  # tokens of text before and after a difference that are looked at
 LEAST_RUN = 32  # tokens that have to be alike after what is simply other text, and no fewer than that
@@ -80,8 +81,8 @@ def _is_earlier(batch: Batch, comparison: Comparison) -> bool:
 
 
 def _best(batch: Batch, references: References, sequence: int) -> Comparison:
-    shared, nearest = references.shared(sequence), references.nearest(sequence)
-    best, gain = Comparison(sequence, nearest, shared), 0
+    shared, previous = references.shared[sequence], references.previous_turn[sequence]
+    best, gain = Comparison(sequence, references.nearest[sequence], shared), 0
     if shared == len(batch.arrays[sequence]):
         return best
     for reference in _candidates(references, sequence):
@@ -90,20 +91,18 @@ def _best(batch: Batch, references: References, sequence: int) -> Comparison:
         again = sum(min(hunk.run, max(end - shared, 0)) for hunk, end in zip(comparison.hunks, ends, strict=True))
         if again > gain:
             best, gain = comparison, again
-        if gain and reference == references.previous_turn(sequence):
+        if gain and reference == previous:
             break
     return best
 
 
 def _candidates(references: References, sequence: int) -> Iterator[int]:
     """Yield earlier sequences that may have the same contents, likeliest first."""
-    tried = {-1}
-    for choose in (references.previous_turn, references.similar, references.nearest):
-        chosen = choose(sequence)
-        for reference in chosen if isinstance(chosen, list) else [chosen]:
-            if reference not in tried:
-                tried.add(reference)
-                yield reference
+    previous = references.previous_turn[sequence]
+    if previous >= 0:
+        yield previous
+    others = dict.fromkeys([*references.similar(sequence), references.nearest[sequence]])
+    yield from (other for other in others if other not in (-1, previous))
 
 
 def _compare(batch: Batch, reference: int, sequence: int) -> Comparison:
@@ -128,32 +127,31 @@ def _cause(batch: Batch, reference: int, sequence: int, hunk: Hunk) -> str | Non
     if batch.decode is None or len(left) + len(right) > MOST_TEXT:
         cause = cause_of_tokens(left, right)
     else:
-        cause = cause_of_text(_difference(batch, reference, sequence, hunk))
+        cause = cause_of_text(difference(batch, reference, sequence, hunk, batch.decode))
     if cause == REMOVED and _begins_a_turn(batch, reference, hunk):
         return THINKING  # the first tokens that the policy wrote in the turn are gone, later ones are still there
     is_enough = hunk.run >= max(LEAST_RUN, len(left), len(right))
     return cause if cause != REPLACED or is_enough else None
 
 
-def _difference(batch: Batch, reference: int, sequence: int, hunk: Hunk) -> Difference:
-    return Difference(
-        batch.text(reference, hunk.a0 - AROUND, hunk.a0),
-        batch.text(reference, hunk.a0, hunk.a1),
-        batch.text(sequence, hunk.b0, hunk.b1),
-        batch.text(reference, hunk.a1, hunk.a1 + AROUND),
-    )
+def difference(batch: Batch, reference: int, sequence: int, hunk: Hunk, show: Decode) -> Difference:
+    """Return the text of a difference, as `show` makes it of token ids."""
+    a, b = batch.arrays[reference], batch.arrays[sequence]
+    before, after = a[max(hunk.a0 - AROUND, 0) : hunk.a0], a[hunk.a1 : hunk.a1 + AROUND]
+    parts = before, a[hunk.a0 : hunk.a1], b[hunk.b0 : hunk.b1], after
+    return Difference(*(show(part.tolist()) for part in parts))
 
 
 def _is_own(batch: Batch, reference: int, sequence: int, hunk: Hunk) -> bool:
     """Return whether a difference is between two answers of the policy, which is not a loss."""
-    if batch.are_of_one(reference, sequence):
+    one, other = (batch.sequences[index].trajectory for index in (reference, sequence))
+    if one is not None and one == other:
         return False
-    left = batch.wrote[reference][hunk.a0 : hunk.a1]
+    left = bool(batch.wrote[reference][hunk.a0 : hunk.a1].any())
     spans = batch.sequences[sequence].spans or ()
     right = any(start < hunk.b1 and hunk.b0 < stop for start, stop in spans)
-    if batch.are_of_two(reference, sequence):
-        return right or bool(left.any())
-    return right and bool(left.any())
+    are_of_two = one is not None and other is not None
+    return left or right if are_of_two else left and right
 
 
 def _begins_a_turn(batch: Batch, reference: int, hunk: Hunk) -> bool:
@@ -168,7 +166,7 @@ def _record_written(batch: Batch, comparison: Comparison) -> None:
     """Record the tokens of a sequence that the policy wrote: its spans, and those aligned with written ones before."""
     sequence, reference = comparison.sequence, comparison.reference
     recorded = batch.sequences[sequence]
-    wrote = recorded.loss_mask() if recorded.spans is not None else np.zeros(len(recorded), bool)
+    wrote = mask_of_spans(recorded.spans or (), len(recorded))
     if reference >= 0:
         before = batch.wrote[reference]
         wrote[: comparison.shared] |= before[: comparison.shared]
@@ -200,16 +198,6 @@ class Batch:
         """Return the text of tokens of a sequence; requires a tokenizer."""
         assert self.decode is not None
         return self.decode(self.arrays[sequence][max(start, 0) : stop].tolist())
-
-    def are_of_one(self, one: int, other: int) -> bool:
-        """Return whether two sequences are known to be of one trajectory."""
-        trajectory = self.sequences[one].trajectory
-        return trajectory is not None and trajectory == self.sequences[other].trajectory
-
-    def are_of_two(self, one: int, other: int) -> bool:
-        """Return whether two sequences are known to be of different trajectories."""
-        known = {self.sequences[one].trajectory, self.sequences[other].trajectory}
-        return len(known) == 2 and None not in known
 
 
 SAME = 0.85  # least share of common tokens for the two sides of a stretch to count as reordered
@@ -263,10 +251,8 @@ def _kind(batch: Batch, reference: int, first: Hunk, last: Hunk) -> str:
 
 def _share(left: Sequence[Ints], right: Sequence[Ints]) -> float:
     """Return the share of the larger side's tokens that the other side has as well, whatever their order."""
-    one, other = np.concatenate(left), np.concatenate(right)
-    values, at = np.unique(np.concatenate([one, other]), return_inverse=True)
-    counts = [np.bincount(part, minlength=len(values)) for part in (at[: len(one)], at[len(one) :])]
-    return float(np.minimum(*counts).sum()) / max(len(one), len(other), 1)
+    one, other = (Counter(np.concatenate(side).tolist()) for side in (left, right))
+    return (one & other).total() / max(one.total(), other.total(), 1)
 
 
 SAMPLED = np.uint64(4)  # one in 4 n-grams is indexed, chosen by its hash
@@ -278,25 +264,18 @@ class References:
     """Index of the sequences so far, by sampled n-grams of their new contents.
 
     Add the sequences one by one, earlier turns first.
+
+    Attributes:
+        shared: by sequence, the longest prefix that it shares with an earlier one, in tokens.
+        nearest: by sequence, the earlier sequence with that prefix; -1 if there is none.
+        previous_turn: by sequence, the previous turn of the same trajectory; -1 if there is none, or it is not known.
     """
 
-    def __init__(self, sequences: Sequence[Recorded], arrays: Sequence[NDArray[np.int64]], order: list[int]) -> None:
+    def __init__(self, sequences: Sequence[Recorded], arrays: Sequence[Ints], order: list[int]) -> None:
         self._arrays = arrays
-        self._shared, self._nearest = _nearest_earlier(PrefixTree.build(arrays), order)
-        self._previous = _previous_turns(sequences, order)
+        self.shared, self.nearest = _nearest_earlier(PrefixTree.build(arrays), order)
+        self.previous_turn = _previous_turns(sequences, order)
         self._owners: dict[int, list[int]] = {}  # by hash of an n-gram: the first sequences with it
-
-    def shared(self, sequence: int) -> int:
-        """Return the longest prefix that a sequence shares with an earlier one, in tokens."""
-        return int(self._shared[sequence])
-
-    def nearest(self, sequence: int) -> int:
-        """Return the earlier sequence with the longest shared prefix; -1 if there is none."""
-        return int(self._nearest[sequence])
-
-    def previous_turn(self, sequence: int) -> int:
-        """Return the previous turn of the same trajectory; -1 if there is none, or it is not known."""
-        return self._previous[sequence]
 
     def similar(self, sequence: int) -> list[int]:
         """Return earlier sequences with n-grams of its unshared tail: those with the longest prefix, and with most."""
@@ -314,12 +293,12 @@ class References:
                 owners.append(sequence)
 
     def _samples(self, sequence: int) -> list[int]:
-        hashes = gram_hashes(self._arrays[sequence][self.shared(sequence) :])
+        hashes = gram_hashes(self._arrays[sequence][self.shared[sequence] :])
         samples: list[int] = hashes[hashes % SAMPLED == 0].tolist()
         return samples
 
 
-def order_of(sequences: Sequence[Recorded], arrays: Sequence[NDArray[np.int64]]) -> list[int]:
+def order_of(sequences: Sequence[Recorded], arrays: Sequence[Ints]) -> list[int]:
     """Sort sequences by turn where it is known, else by how little they share with neighbours, then by length."""
     tree = PrefixTree.build(arrays)
     depth = np.zeros(len(arrays), np.int64)
@@ -351,7 +330,7 @@ def _previous_turns(sequences: Sequence[Recorded], order: list[int]) -> list[int
     return previous
 
 
-def _nearest_earlier(tree: PrefixTree, order: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _nearest_earlier(tree: PrefixTree, order: list[int]) -> tuple[list[int], list[int]]:
     """Return, for every sequence, its longest shared prefix with a sequence before it in `order`, and that sequence.
 
     Removes sequences from a doubly linked list in lexicographic order, the last of `order` first. When a sequence is
@@ -362,14 +341,14 @@ def _nearest_earlier(tree: PrefixTree, order: list[int]) -> tuple[NDArray[np.int
     position[tree.order] = np.arange(count)
     before, after = list(range(-1, count - 1)), list(range(1, count + 1))
     common = [*tree.common.tolist(), 0]  # tokens shared with the previous sequence in the list
-    shared, nearest = np.zeros(count, np.int64), np.full(count, -1, np.int64)
+    shared, nearest = [0] * count, [-1] * count
     for sequence in reversed(order):
         at = int(position[sequence])
         left, right = before[at], after[at]
         with_left, with_right = (common[at] if left >= 0 else -1), (common[right] if right < count else -1)
         best = left if with_left >= with_right else right
         if max(with_left, with_right) >= 0:
-            shared[sequence], nearest[sequence] = max(with_left, with_right), tree.order[best]
+            shared[sequence], nearest[sequence] = max(with_left, with_right), int(tree.order[best])
         if left >= 0:
             after[left] = right
         if right < count:

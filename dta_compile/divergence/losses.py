@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from dta_compile.data import Recorded
 from dta_compile.divergence.causes import ADVICE, REMOVED, THINKING, Comparison, Hunk, rewrite_all
-from dta_compile.divergence.compare import AROUND, Batch, Decode, Ints, compare_all
+from dta_compile.divergence.compare import Batch, Decode, compare_all, difference
 from dta_compile.plan import PrefixTree
 
 EXAMPLES = 3  # places reported per cause
@@ -47,7 +48,7 @@ class CauseOfLoss:
     """Cause of lost sharing, with the figures of the batch without it.
 
     Attributes:
-        name: one of `causes.CAUSES`.
+        name: a key of `causes.ADVICE`.
         places: number of its occurrences.
         gained: tokens that would not have to be run without it.
         tokens, tree_tokens: tokens of all sequences, and of their tree, without it.
@@ -156,21 +157,12 @@ def _examples(batch: Batch, comparisons: Sequence[Comparison], undone: Callable[
 
 
 def _place(batch: Batch, comparison: Comparison, hunk: Hunk) -> Place:
-    a, b = batch.arrays[comparison.reference].tolist(), batch.arrays[comparison.sequence].tolist()
-    return Place(
-        comparison.reference,
-        comparison.sequence,
-        hunk.a0,
-        hunk.b0,
-        hunk.run,
-        _text(batch.decode, a[max(hunk.a0 - AROUND, 0) : hunk.a0]),
-        _text(batch.decode, a[hunk.a0 : hunk.a1]),
-        _text(batch.decode, b[hunk.b0 : hunk.b1]),
-        _text(batch.decode, a[hunk.a1 : hunk.a1 + AROUND]),
-    )
+    pair = comparison.reference, comparison.sequence
+    text = difference(batch, *pair, hunk, functools.partial(_text, batch.decode))
+    return Place(*pair, hunk.a0, hunk.b0, hunk.run, *text)
 
 
-def _text(decode: Decode | None, tokens: list[int]) -> str:
+def _text(decode: Decode | None, tokens: Sequence[int]) -> str:
     """Return the text of the tokens; if there are many, of their beginning and end."""
     show = decode or (lambda ids: " ".join(map(str, ids)))
     if len(tokens) <= 2 * SHOWN:
@@ -189,17 +181,12 @@ def _reclassify_thinking(batch: Batch, comparisons: list[Comparison]) -> list[Co
         for hunk, cause in zip(comparison.hunks, comparison.causes, strict=True)
         if cause == REMOVED
     ]
-    if batch.decode is not None or len(blocks) < LEAST_BLOCKS or not all(map(_is_enclosed(blocks), (0, -1))):
+    if batch.decode is not None or len(blocks) < LEAST_BLOCKS:
+        return comparisons
+    alike = [max(Counter(int(block[index]) for block in blocks).values()) for index in (0, -1)]
+    if min(alike) < ALIKE * len(blocks):
         return comparisons
     return [
         comparison._replace(causes=tuple(THINKING if cause == REMOVED else cause for cause in comparison.causes))
         for comparison in comparisons
     ]
-
-
-def _is_enclosed(blocks: Sequence[Ints]) -> Callable[[int], bool]:
-    def same_at(index: int) -> bool:
-        (_, count), *_ = Counter(int(block[index]) for block in blocks).most_common(1)
-        return count >= ALIKE * len(blocks)
-
-    return same_at

@@ -57,14 +57,11 @@ def device_named(
 
     Args:
         name: key of `DEVICES`, or any name.
-        tflops, bandwidth, memory: as in `Device`; they override the figures of the table.
+        tflops, bandwidth, memory: as in `Device`, above 0; they override the figures of the table.
 
     Raises:
-        OptionError: the device is not in the table and a figure is missing; or a figure is not positive.
+        OptionError: the device is not in the table and a figure is missing.
     """
-    for key, value in (("tflops", tflops), ("bandwidth", bandwidth), ("memory", memory)):
-        if value is not None and not value > 0:
-            raise OptionError(f"bad value for {key}", expected="a number above 0", got=str(value))
     known = DEVICES.get(name.lower())
     if known is None:
         if tflops is None or bandwidth is None or memory is None:

@@ -187,7 +187,7 @@ def head_starts_of(tree: PrefixTree, sequences: Sequence[Recorded]) -> IntArray:
     offset, of_token = 0, tree.token_rows()
     for sequence in sequences:
         size = len(sequence)
-        trained = np.flatnonzero(sequence.loss_mask()[1:])
+        trained = np.flatnonzero(sequence.loss_mask[1:])
         rows.append(of_token[offset : offset + size][trained])
         labels.append(np.asarray(sequence.tokens, np.int64)[1:][trained])
         offset += size
@@ -243,12 +243,12 @@ def _largest(sequences: Sequence[Recorded], count: int) -> list[Recorded]:
     """Balance the sequences over `count` groups, and return the group with the largest tree."""
     if count == 1:
         return list(sequences)
-    groups = balance([sequence.tokens for sequence in sequences], count)
-    trees = {
-        number: PrefixTree.build([sequences[i].tokens for i in group]) for number, group in enumerate(groups) if group
-    }
-    largest = max(trees, key=lambda number: trees[number].num_rows) if trees else 0
-    return [sequences[i] for i in groups[largest]]
+    groups = [[sequences[i] for i in group] for group in balance([sequence.tokens for sequence in sequences], count)]
+    return max(groups, key=lambda group: _tree(group).num_rows)
+
+
+def _tree(sequences: Sequence[Recorded]) -> PrefixTree:
+    return PrefixTree.build([sequence.tokens for sequence in sequences])
 
 
 def _ranks_needed(shape: ModelShape, ranks: Ranks, leanest: Prediction, usable: float) -> int | None:
@@ -293,7 +293,7 @@ class _Step:
 
     def take(self, sequences: Sequence[Recorded], batches: int) -> None:
         """Set the micro-batch: predictions are for the tree of `sequences`, run `batches` times."""
-        self.tree = PrefixTree.build([sequence.tokens for sequence in sequences])
+        self.tree = _tree(sequences)
         self.heads, self.batches = head_starts_of(self.tree, sequences), batches
 
     def planned(self, sweep: str, name: str, budget: int | None) -> tuple[Prediction, Plan]:

@@ -43,9 +43,9 @@ def balance(
     Groups that are contiguous in lexicographic order keep shared prefixes together (paper Algorithm 4). Among cuts
     with the same least largest cost, those with the fewest tokens shared across them are chosen. If the result is not
     within 1/1024 of the lower bound, subtrees that share little are also dealt out freely (longest processing time,
-    largest differencing, MULTIFIT), and local search exchanges subtrees between groups while the most expensive group
-    gets cheaper. The cheapest division is returned. Takes O(N + K log N log C) after the sort, where C is the cost of
-    the whole tree; the time of local search grows with K.
+    MULTIFIT), and local search exchanges subtrees between groups while the most expensive group gets cheaper. The
+    cheapest division is returned. Takes O(N + K log N log C) after the sort, where C is the cost of the whole tree;
+    the time of local search grows with K.
 
     Args:
         sequences: 1-D integer sequences (see `PrefixTree.build`), their order, or their tree.

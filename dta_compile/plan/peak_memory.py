@@ -63,17 +63,6 @@ class Footprint:
         return max((a + b * work.tokens + c * work.heads for a, b, c in self.working.get(graph, ())), default=0.0)
 
 
-def peak_bytes(
-    tree: PrefixTree, schedule: Schedule, footprint: Footprint, head_starts: IntArray | None = None
-) -> tuple[float, float]:
-    """Return the peak bytes of a schedule in its first phase and from its first attach on.
-
-    Counts kept graphs and KV, all running states and their gradients, and the working memory of running graphs; not the
-    KV on the stack, accumulators or outputs.
-    """
-    return _halves(tree, schedule, footprint, head_starts)[:2]
-
-
 class PartBytes(NamedTuple):
     """Bytes that a part of the model (or all of it) takes in a step.
 
@@ -104,8 +93,8 @@ def bytes_of_halves(
 ) -> tuple[float, float]:
     """Return the peak bytes of the first and the second half of a schedule, all parts included.
 
-    Counts everything that `peak_bytes` does, and the stack and its gradients, sums of parameter gradients, values
-    passed between parts, and gradients of outputs.
+    Counts kept graphs and KV, all running states and their gradients, the working memory of running graphs, the stack
+    and its gradients, sums of parameter gradients, values passed between parts, and gradients of outputs.
 
     Args:
         parts: the parts of a sweep of stages; one part with all layers for a sweep of chunks.
@@ -141,6 +130,7 @@ def bytes_of_halves(
 def _halves(
     tree: PrefixTree, schedule: Schedule, footprint: Footprint, head_starts: IntArray | None
 ) -> tuple[float, float, float]:
+    """Return the peak bytes of one part in the first half and from the first attach on, and those kept between."""
     first = second = left = 0.0
     is_second = False
     for op, live in zip(schedule.ops, bytes_by_op(tree, schedule, footprint, head_starts), strict=True):
@@ -153,7 +143,7 @@ def _halves(
 
 
 class LiveBytes(NamedTuple):
-    """Bytes of kept graphs and KV after an op, and the peak while it runs (see `peak_bytes`)."""
+    """Bytes of kept graphs and KV after an op; the peak while it runs, with running states and working memory."""
 
     kept: float
     peak: float

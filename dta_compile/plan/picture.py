@@ -66,7 +66,7 @@ def picture(
     Raises:
         PlanError: `known` does not fit the plan's sequences.
     """
-    columns = _segments(tree) | _ops(tree, schedule) | _levels(tree, schedule, limits) | _forwards(tree, schedule)
+    columns = _segments(tree) | _ops(tree, schedule) | _levels(tree, schedule, limits)
     columns |= _outcomes(tree, known)
     names = None if known.names is None else [str(name) for name in _counted("names", known.names, tree)]
     ops = schedule.lines()[1 : len(schedule.ops) + 1]
@@ -99,21 +99,28 @@ def _segments(tree: PrefixTree) -> dict[str, Column]:
 
 
 def _ops(tree: PrefixTree, schedule: Schedule) -> dict[str, Column]:
-    """Return columns by op: kind, index of its distinct chunk or slice, sequence whose path is on the stack after it.
+    """Return columns by op, and runs of tree tokens that are forwarded equally often or written by one chunk.
 
-    `partFirst` points from a chunk or slice to its ranges of tree tokens, `attachFirst` from an op to its sequences.
+    By op: kind, index of its distinct chunk or slice, sequence whose path is on the stack after it. `partFirst` points
+    from a chunk or slice to its ranges of tree tokens, `attachFirst` from an op to its sequences.
     """
     parts: dict[Chunk | Slice, int] = {}
     kinds, part_of, stack, attached = [], [], [], []
+    times, owner = np.zeros(tree.num_rows + 1, np.int64), np.full(tree.num_rows, -1, np.int64)
     path = -1
     for op in schedule.ops:
         kinds.append(KINDS.index(type(op).__name__.lower()))
         part = extent(op)
-        part_of.append(-1 if part is None else parts.setdefault(part, len(parts)))
+        number = -1 if part is None else parts.setdefault(part, len(parts))
+        part_of.append(number)
         spine = part.spine if isinstance(part, Chunk) and not isinstance(op, Backward) else None
         path = spine.sequence if spine is not None else op.part.sequence if isinstance(op, Restore) else path
         stack.append(path)
         attached.append(op.sequences if isinstance(op, Attach) else ())
+        if isinstance(op, (Anchor, Forward)):
+            for start, stop in tree.chunk_ranges(op.chunk):
+                times[[start, stop]] += 1, -1
+                owner[start:stop][owner[start:stop] < 0] = number if op.out else -1
     ranges = [_ranges(tree, part) for part in parts]
     flat = np.array([edge for group in ranges for edge in group], np.int64).reshape(-1, 2)
     return {
@@ -126,6 +133,8 @@ def _ops(tree: PrefixTree, schedule: Schedule) -> dict[str, Column]:
         "partTokens": np.array([part.tokens for part in parts], np.int64),
         "rangeStart": flat[:, 0],
         "rangeStop": flat[:, 1],
+        **_runs("forwards", np.cumsum(times)[:-1]),
+        **_runs("owner", owner),
     }
 
 
@@ -148,25 +157,6 @@ def _levels(tree: PrefixTree, schedule: Schedule, limits: Limits) -> dict[str, C
         live = np.array(list(bytes_by_op(tree, schedule, limits.footprint, limits.head_starts)), np.float64)
         columns |= dict(zip(("keptBytes", "peakBytes"), live.reshape(-1, 2).T, strict=True))
     return columns
-
-
-def _forwards(tree: PrefixTree, schedule: Schedule) -> dict[str, Column]:
-    """Return runs of tree tokens that are forwarded equally often, and runs whose outputs one chunk writes."""
-    times = np.zeros(tree.num_rows + 1, np.int64)
-    owner = np.full(tree.num_rows, -1, np.int64)
-    numbers: dict[Chunk | Slice, int] = {}
-    for op in schedule.ops:
-        part = extent(op)
-        if part is not None:
-            number = numbers.setdefault(part, len(numbers))
-        if not isinstance(op, (Anchor, Forward)):
-            continue
-        for start, stop in tree.chunk_ranges(op.chunk):
-            times[start] += 1
-            times[stop] -= 1
-            if op.out:
-                owner[start:stop] = np.where(owner[start:stop] < 0, number, owner[start:stop])
-    return _runs("forwards", np.cumsum(times)[:-1]) | _runs("owner", owner)
 
 
 def _runs(name: str, values: IntArray) -> dict[str, Column]:
@@ -192,8 +182,7 @@ def _outcomes(tree: PrefixTree, known: Known) -> dict[str, Column]:
         for sequence, mask in enumerate(_counted("loss_masks", known.loss_masks, tree)):
             for first, last in _spans(sequence, mask, int(tree.lengths[sequence])):
                 for start, stop in tree.row_ranges(sequence, first, last):
-                    times[start] += 1
-                    times[stop] -= 1
+                    times[[start, stop]] += 1, -1
         columns |= _runs("trained", np.cumsum(times)[:-1])
     return columns
 

@@ -9,10 +9,11 @@ import numpy as np
 
 from dta_compile.plan.cost import Limits
 from dta_compile.plan.peak_memory import bytes_by_op
-from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule, format_op
+from dta_compile.plan.schedule import Attach, Op, Restore, Schedule, extent, format_op
 from dta_compile.plan.simulate import Work, interpret
+from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.prefix_tree import PrefixTree
-from dta_compile.views.traces.chrome import TICKS, Counter, Event, Process, Track, as_speedscope
+from dta_compile.views.traces.chrome import TICKS, Event, Process, as_speedscope
 
 if TYPE_CHECKING:
     from dta_compile.plan.summary import Estimates
@@ -31,17 +32,12 @@ class OpCost(NamedTuple):
 
 def op_name(op: Op) -> str:
     """Return a short name of the op for traces and profilers: `forward s8[0:451]+4 branches`."""
-    kind = type(op).__name__.lower()
-    match op:
-        case Attach(sequences):
-            return f"{kind} {len(sequences)} sequences"
-        case Pop(part) | Restore(part):
-            return f"{kind} {part}"
-        case Anchor(chunk) | Forward(chunk) | Backward(chunk):
-            branches = len(chunk.branches)
-            spine = str(chunk.spine) if chunk.spine is not None else ""
-            more = f"+{branches} branches" if branches > 1 else f"+{chunk.branches[0]}" if branches else ""
-            return f"{kind} {spine}{more}"
+    kind, part = type(op).__name__.lower(), extent(op)
+    if isinstance(op, Attach):
+        return f"{kind} {len(op.sequences)} sequences"
+    if isinstance(part, Chunk) and len(part.branches) > 1:
+        return f"{kind} {part.spine or ''}+{len(part.branches)} branches"
+    return f"{kind} {part}"
 
 
 def op_costs(tree: PrefixTree, schedule: Schedule, limits: Limits) -> Iterator[OpCost]:
@@ -74,24 +70,22 @@ def _predicted(
     tree: PrefixTree, schedule: Schedule, limits: Limits, levels: list[dict[str, float]], rank: int
 ) -> Process:
     events: list[Event] = []
-    counters: list[Counter] = []
     clock = 0.0
-    for (op, work, seconds), level in zip(op_costs(tree, schedule, limits), levels, strict=True):
+    for op, work, seconds in op_costs(tree, schedule, limits):
         start, clock = clock, clock + seconds
         events.append(Event(_short(op), _ticks(start), _ticks(clock), _facts(op, work)))
-        counters += _counters(level, _ticks(clock))
-    name = f"rank {rank}: predicted ({limits.cost.source})"
-    return Process(name, (Track("schedule", tuple(events)),), tuple(counters))
+    counters = [(event.stop, level) for event, level in zip(events, levels, strict=True)]
+    return Process(f"rank {rank}: predicted ({limits.cost.source})", {"schedule": events}, counters)
 
 
 def _measured(
     schedule: Schedule, estimates: Estimates, levels: list[dict[str, float]], rank: int, begin: float
 ) -> Process:
     """Return the measured run; host and stream have a track each, except on a CPU, where they are the same."""
-    position = {id(op): number for number, op in enumerate(schedule.ops)}
+    level_of = {id(op): level for op, level in zip(schedule.ops, levels, strict=True)}
     runs: list[Event] = []
     launches: list[Event] = []
-    counters: list[Counter] = []
+    counters = []
     for run in estimates.runs:
         name, facts = _short(run.op), _facts(run.op, run.work)
         for events, start, seconds in (
@@ -100,11 +94,11 @@ def _measured(
         ):
             first = max(_ticks(begin + start), events[-1].stop if events else 0)
             events.append(Event(name, first, first + max(_ticks(seconds), 1), facts))
-        if id(run.op) in position:
-            counters += _counters(levels[position[id(run.op)]], _ticks(begin + run.start + run.seconds))
+        if id(run.op) in level_of:
+            counters.append((_ticks(begin + run.start + run.seconds), level_of[id(run.op)]))
     on_host = all(run.start == run.launched for run in estimates.runs)
-    tracks = (Track(estimates.stream, tuple(runs)), *(() if on_host else (Track("host", tuple(launches)),)))
-    return Process(f"rank {rank}: measured", tracks, tuple(counters))
+    tracks = {estimates.stream: runs} | ({} if on_host else {"host": launches})
+    return Process(f"rank {rank}: measured", tracks, counters)
 
 
 def _facts(op: Op, work: Work) -> dict[str, object]:
@@ -130,10 +124,6 @@ def _levels(tree: PrefixTree, schedule: Schedule, limits: Limits) -> list[dict[s
     return levels
 
 
-def _counters(level: dict[str, float], time: int) -> Iterator[Counter]:
-    yield from (Counter(name, time, value) for name, value in level.items())
-
-
 def _ticks(seconds: float) -> int:
     return round(seconds * SECOND)
 
@@ -141,11 +131,8 @@ def _ticks(seconds: float) -> int:
 def tree_as_speedscope(tree: PrefixTree, title: str) -> str:
     """Format the tree as a speedscope file with two weights a segment: its tokens, and those of all its sequences."""
     sizes = tree.stop - tree.start
-    below = np.zeros(len(sizes) + 1, np.int64)
-    np.add.at(below, tree.end_node, 1)
-    below = below[: len(sizes)]
     parents = tree.parent.tolist()
-    counts = below.tolist()
+    counts = [len(tree.sequences_ending_at(node)) for node in range(len(parents))]
     for node in range(len(parents) - 1, -1, -1):  # children have larger numbers
         if parents[node] >= 0:
             counts[parents[node]] += counts[node]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -94,7 +95,7 @@ class RolloutTreeStats:
 
 @dataclasses.dataclass(slots=True)
 class _Waiting:
-    tokens: int
+    end: Node  # last node, whose `stop` is the number of tokens
     policy_version: int
     payload: Any
     arrived: float
@@ -123,8 +124,7 @@ class RolloutPool:
         self.trie = Trie(dtype)
         self.expired: list[Rollout] = []
         self._expired_tokens = 0
-        self._ends: OrderedDict[int, Node] = OrderedDict()  # last nodes by id, hence oldest first
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: OrderedDict[int, _Waiting] = OrderedDict()  # by id, hence oldest first
         self._of_version: dict[int, dict[int, None]] = {}
         self._tokens = 0  # total over the waiting rollouts
         self._arrivals = 0.0  # sum of their arrival times
@@ -133,16 +133,16 @@ class RolloutPool:
 
     def __len__(self) -> int:
         """Number of waiting rollouts."""
-        return len(self._ends)
+        return len(self._waiting)
 
     @property
     def oldest_arrival(self) -> float | None:
         """Arrival time of the rollout that waits longest; None if none waits."""
-        return self._waiting[next(iter(self._ends))].arrived if self._ends else None
+        return next(iter(self._waiting.values())).arrived if self._waiting else None
 
     def find_room(self, key: bytes) -> ForkPoint | None:
         """Return the insertion point of a rollout, or None if it exceeds the limits; `key` is its tokens as bytes."""
-        if self._max_rollouts is not None and len(self._ends) + len(self.expired) >= self._max_rollouts:
+        if self._max_rollouts is not None and len(self._waiting) + len(self.expired) >= self._max_rollouts:
             return None
         fork, length = self.trie.find(key), len(key) // self.trie.dtype.itemsize
         stored = self.trie.tokens + self._expired_tokens + length - fork.shared
@@ -150,13 +150,13 @@ class RolloutPool:
 
     def insert(self, key: bytes, fork: ForkPoint, policy_version: int, payload: Any, now: float) -> int:
         """Insert a rollout at the point that `find_room` returned, and return its id."""
-        name, length = self._added, len(key) // self.trie.dtype.itemsize
-        waiting = _Waiting(length, policy_version, payload, now, self._batches)
-        self._ends[name] = self.trie.insert(name, key, fork)
+        name = self._added
+        waiting = _Waiting(self.trie.root, policy_version, payload, now, self._batches)
+        waiting.end = self.trie.insert(name, key, fork)  # after the objects that take memory are there
         self._waiting[name] = waiting
         self._of_version.setdefault(policy_version, {})[name] = None
         self._added += 1
-        self._tokens += length
+        self._tokens += waiting.end.stop
         self._arrivals += now
         return name
 
@@ -177,12 +177,10 @@ class RolloutPool:
         self, num_groups: int, rows: int | None, tokens: int | None, policy_version: int | None, now: float
     ) -> RolloutBatch:
         """Select a batch and remove it. All steps that may fail precede the first change."""
-        choice = choose_batch(
-            self.trie, self._ends, self._overdue(), self._last_chance(policy_version, rows), rows, tokens
-        )
+        last_chance = self._last_chance(policy_version, rows)
+        choice = choose_batch(self.trie, self._waiting, self._overdue(), last_chance, rows, tokens)
         chosen = [self._rollout(name, now) for name in sorted(choice.names)]
-        in_order = True  # `RolloutBatch.groups` promises lexicographic order
-        groups = balance([rollout.tokens for rollout in chosen], num_groups, "tree_tokens", in_order)
+        groups = balance([rollout.tokens for rollout in chosen], num_groups, contiguous=True)
         batch = RolloutBatch(
             groups=[[chosen[index] for index in group] for group in groups],
             expired=self.expired,
@@ -194,12 +192,12 @@ class RolloutPool:
         self.expired, self._expired_tokens = [], 0
         self._trained, self._latest_size = self._trained + len(chosen), len(chosen)
         self._batches += 1
-        self._left.append(self._added - len(self._ends))
+        self._left.append(self._added - len(self._waiting))
         return batch
 
     def stats(self, now: float, rejected: int) -> RolloutTreeStats:
         """Return all figures, in O(distinct policy versions)."""
-        count, oldest = len(self._ends), self.oldest_arrival
+        count, oldest = len(self._waiting), self.oldest_arrival
         return RolloutTreeStats(
             waiting=count,
             tokens=self._tokens,
@@ -219,9 +217,9 @@ class RolloutPool:
     def _overdue(self) -> Iterable[int]:
         """Return rollouts due `patience` or more batches ago under first-come-first-served, oldest first."""
         if not self._patience:
-            return self._ends
+            return self._waiting
         first = self._left[0] if len(self._left) == self._patience else 0
-        return itertools.takewhile(lambda name: name < first, self._ends)
+        return itertools.takewhile(lambda name: name < first, self._waiting)
 
     def _last_chance(self, policy_version: int | None, rows: int | None) -> Collection[int]:
         """Return the rollouts that will expire unless they leave now: lowest versions first, then oldest first.
@@ -244,20 +242,20 @@ class RolloutPool:
 
     def _remove(self, name: int) -> None:
         waiting = self._waiting.pop(name)
-        self.trie.remove(name, self._ends.pop(name))
+        self.trie.remove(name, waiting.end)
         peers = self._of_version[waiting.policy_version]
         del peers[name]
         if not peers:
             del self._of_version[waiting.policy_version]
-        self._tokens -= waiting.tokens
-        self._arrivals = self._arrivals - waiting.arrived if self._ends else 0.0  # the reset drops rounding errors
+        self._tokens -= waiting.end.stop
+        self._arrivals = self._arrivals - waiting.arrived if self._waiting else 0.0  # the reset drops rounding errors
 
     def _rollout(self, name: int, now: float) -> Rollout:
         """Build the `Rollout` to hand out; changes nothing."""
         waiting = self._waiting[name]
         return Rollout(
             id=name,
-            tokens=np.frombuffer(self.trie.key(self._ends[name]), self.trie.dtype),
+            tokens=np.frombuffer(self.trie.key(waiting.end), self.trie.dtype),
             policy_version=waiting.policy_version,
             payload=waiting.payload,
             seconds_waited=now - waiting.arrived,
@@ -278,16 +276,16 @@ class Choice:
         self.names: dict[int, None] = {}
         self.tokens = 0
         self.nodes: dict[Node, None] = {trie.root: None}
-        self._most_rows, self._most_tokens = rows, tokens
+        self._most_rows, self._most_tokens = rows, math.inf if tokens is None else tokens
 
     @property
     def full(self) -> bool:
         """Whether no rollout with tokens of its own fits any more."""
-        return not self._has_row or (self._most_tokens is not None and self.tokens >= self._most_tokens)
+        return len(self.names) == self._most_rows or self.tokens >= self._most_tokens
 
     def take(self, name: int, end: Node) -> None:
         """Add a rollout that ends at `end` unless it is in the batch or exceeds a limit; the first always fits."""
-        if name in self.names or not self._has_row:
+        if name in self.names or len(self.names) == self._most_rows:
             return
         new, node = [], end
         while node not in self.nodes:
@@ -295,20 +293,16 @@ class Choice:
             new.append(node)
             node = node.parent
         tokens = self.tokens + end.stop - node.stop
-        if self.names and self._most_tokens is not None and tokens > self._most_tokens:
+        if self.names and tokens > self._most_tokens:
             return
         self.names[name] = None
         self.tokens = tokens
         self.nodes.update(dict.fromkeys(new))
 
-    @property
-    def _has_row(self) -> bool:
-        return self._most_rows is None or len(self.names) < self._most_rows
-
 
 def choose_batch(
     trie: Trie,
-    ends: Mapping[int, Node],
+    waiting: Mapping[int, _Waiting],
     overdue: Iterable[int],
     last_chance: Collection[int],
     rows: int | None = None,
@@ -321,7 +315,7 @@ def choose_batch(
     first, so that no part of the tree starves. Takes O(waiting rollouts) at worst.
 
     Args:
-        ends: last node of every waiting rollout, oldest first.
+        waiting: all rollouts, oldest first.
         overdue: oldest first; the first one that does not fit leads the next batch.
         last_chance: rollouts that expire unless they leave now, oldest first.
         rows: most rollouts, at least 1.
@@ -331,11 +325,11 @@ def choose_batch(
     for name in overdue:
         if choice.full:
             break
-        choice.take(name, ends[name])
-    for wanted in (last_chance, ends):
+        choice.take(name, waiting[name].end)
+    for wanted in (last_chance, waiting):
         if wanted and not choice.names:
             oldest = next(iter(wanted))
-            choice.take(oldest, ends[oldest])
+            choice.take(oldest, waiting[oldest].end)
         for name, node in _closest_first(list(choice.nodes)) if wanted else ():
             if choice.full and node not in choice.nodes:
                 break

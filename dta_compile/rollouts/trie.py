@@ -6,13 +6,12 @@ threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-MAX_SEGMENT = 4096
-"""Most tokens of a node; bounds the bytes that a split or merge copies, however long the sequences are."""
+from dta_compile.plan.tree.lexicographic import common_run
 
 
 class Node:
@@ -35,21 +34,20 @@ class Node:
         self.ending: dict[int, None] = {}
 
 
-class ForkPoint:
+class ForkPoint(NamedTuple):
     """Point where a sequence leaves the tree, after `shared` tokens: `inside` bytes into the segment of `node`."""
 
-    __slots__ = ("inside", "node", "shared")
-
-    def __init__(self, node: Node, inside: int, shared: int) -> None:
-        self.node, self.inside, self.shared = node, inside, shared
+    node: Node
+    inside: int
+    shared: int
 
 
 class Trie:
     """Prefix tree of named token sequences, which may be duplicates, empty, or prefixes of one another.
 
-    A sequence is a key: `array.tobytes()` of its tokens as `dtype`. Inserting costs a `memcmp` over its tokens and one
-    Python step per node on its path. There are at most four nodes per sequence and two per `MAX_SEGMENT` tokens.
-    Removing a sequence frees all tokens that no other sequence needs.
+    A sequence is a key: `array.tobytes()` of its tokens as `dtype`. Inserting costs a `memcmp` over its tokens, one
+    Python step per node on its path, and a copy of the segment that it splits. There are at most two nodes per
+    sequence. Removing a sequence frees all tokens that no other sequence needs.
 
     Attributes:
         tokens: number of tokens in the tree, shared ones counted once.
@@ -65,8 +63,8 @@ class Trie:
         width, node, at = self.dtype.itemsize, self.root, 0
         while (child := node.children.get(key[at : at + width])) is not None:
             if not key.startswith(child.segment, at):
-                inside = self._common_bytes(child.segment, key, at)
-                return ForkPoint(child, inside, (at + inside) // width)
+                inside = common_run(np.frombuffer(child.segment, self.dtype), np.frombuffer(key, self.dtype, offset=at))
+                return ForkPoint(child, inside * width, at // width + inside)
             node, at = child, at + len(child.segment)
         return ForkPoint(node, len(node.segment), at // width)
 
@@ -75,20 +73,21 @@ class Trie:
 
         All memory is allocated before the first change, so that a failure leaves the tree unchanged.
         """
-        width = self.dtype.itemsize
+        width, begin = self.dtype.itemsize, fork.shared * self.dtype.itemsize
         branch, head = fork.node, None
         if fork.inside < len(branch.segment):
-            head, rest = self._cut(branch, fork.inside)
+            rest = branch.segment[fork.inside :]
+            head = Node(branch.segment[: fork.inside], branch.parent, fork.shared)
+            head.children[rest[:width]] = branch
         above = branch if head is None else head
-        first, last = self._chain(above, key, fork.shared)
+        last = Node(key[begin:], above, len(key) // width) if begin < len(key) else above
         last.ending[name] = None
-        if first is not None:  # the only one of three changes that may allocate; if it fails, `head` is not linked yet
-            above.children[key[fork.shared * width : (fork.shared + 1) * width]] = first
+        if last is not above:  # the only one of three changes that may allocate; if it fails, `head` is not linked yet
+            above.children[key[begin : begin + width]] = last
         if head is not None:
             assert branch.parent is not None
             branch.parent.children[branch.segment[:width]] = head
             branch.parent, branch.segment = head, rest
-            self._merge(branch)  # its remainder may now be short enough
         self.tokens += len(key) // width - fork.shared
         return last
 
@@ -101,10 +100,10 @@ class Trie:
             del parent.children[node.segment[:width]]
             self.tokens -= len(node.segment) // width
             node = parent
-        above = node.parent
-        self._merge(node)
-        if above is not None:
-            self._merge(above)
+        if node.parent is not None and not node.ending and len(node.children) == 1:  # one segment with its only child
+            (child,) = node.children.values()
+            child.segment, child.parent = node.segment + child.segment, node.parent
+            node.parent.children[node.segment[:width]] = child
 
     def key(self, node: Node) -> bytearray:
         """Return the tokens from the root to the end of `node`, as a new writable buffer."""
@@ -113,53 +112,3 @@ class Trie:
             segments.append(above.segment)
             above = above.parent
         return bytearray().join(reversed(segments))
-
-    def nodes(self) -> Iterator[Node]:
-        """Yield all nodes except the root."""
-        stack = list(self.root.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack += node.children.values()
-
-    def _cut(self, node: Node, inside: int) -> tuple[Node, bytes]:
-        """Return an unlinked parent of `node` for its first `inside` bytes, and the remaining bytes."""
-        width = self.dtype.itemsize
-        rest = node.segment[inside:]
-        head = Node(node.segment[:inside], node.parent, node.stop - len(rest) // width)
-        head.children[rest[:width]] = node
-        return head, rest
-
-    def _chain(self, above: Node, key: bytes, shared: int) -> tuple[Node | None, Node]:
-        """Create nodes below `above` for the tokens of `key` after the first `shared`; return the first and the last.
-
-        The first one is not linked to `above` yet. Returns None and `above` if no tokens follow.
-        """
-        width, first, last = self.dtype.itemsize, None, above
-        for at in range(shared * width, len(key), MAX_SEGMENT * width):
-            segment = key[at : at + MAX_SEGMENT * width]
-            node = Node(segment, last, last.stop + len(segment) // width)
-            if first is None:
-                first = node
-            else:
-                last.children[segment[:width]] = node
-            last = node
-        return first, last
-
-    def _merge(self, node: Node) -> None:
-        """Merge a node with its only child if no sequence ends at it and the result fits into MAX_SEGMENT."""
-        if node.parent is None or node.ending or len(node.children) != 1:
-            return
-        width = self.dtype.itemsize
-        (child,) = node.children.values()
-        if len(node.segment) + len(child.segment) <= MAX_SEGMENT * width:
-            child.segment, child.parent = node.segment + child.segment, node.parent
-            node.parent.children[node.segment[:width]] = child
-
-    def _common_bytes(self, segment: bytes, key: bytes, at: int) -> int:
-        """Return the length in bytes of the common prefix of `segment` and `key[at:]`, in whole tokens."""
-        width = self.dtype.itemsize
-        size = min(len(segment), len(key) - at) // width
-        differs = np.frombuffer(segment, self.dtype, size) != np.frombuffer(key, self.dtype, size, at)
-        depth = int(differs.argmax())
-        return width * (depth if differs[depth] else size)

@@ -11,6 +11,7 @@ import base64
 import dataclasses
 import html
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
@@ -49,13 +50,7 @@ def page(title: str, facts: Mapping[str, Any], columns: Mapping[str, Column]) ->
         "data": base64.b64encode(_packed(facts, columns)).decode("ascii"),
         "scripts": "\n".join(map(_asset, SCRIPTS)),
     }
-    text = _asset("page.html")
-    head, *rest = text.split("{{")
-    pieces = [head]
-    for piece in rest:
-        name, _, after = piece.partition("}}")
-        pieces += [parts[name], after]
-    return "".join(pieces)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
 
 
 def compressed_size(*blocks: Column | str) -> int:

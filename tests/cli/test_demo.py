@@ -9,30 +9,30 @@ from rich.console import Console
 
 import dta_compile
 from dta_compile.cli import demo
-from dta_compile.data import bundled, load_rollouts
+from dta_compile.data import bundled, load_rollouts, pad_batch
 
 
 @pytest.fixture(scope="module")
 def batch():
     rollouts = [rollout for rollout in load_rollouts(bundled(), dense=True) if rollout.turn == 0]
-    return demo.TensorBatch.of(rollouts)
+    return {name: torch.from_numpy(array) for name, array in vars(pad_batch(rollouts)).items()}
 
 
 def test_micro_batches_are_the_batch_without_needless_padding(batch):
-    parts = list(batch.micro_batches(3))
-    assert [len(part.input_ids) for part in parts] == [3, 3, 2]
+    parts = list(demo.micro_batches(batch, 3))
+    assert [len(part["input_ids"]) for part in parts] == [3, 3, 2]
     for index, part in enumerate(parts):
-        width = part.input_ids.shape[1]
-        assert part.attention_mask.sum(1).max() == width
-        assert torch.equal(part.input_ids, batch.input_ids[3 * index :][:3, :width])
-        assert torch.equal(part.advantages, batch.advantages[3 * index :][:3])
+        width = part["input_ids"].shape[1]
+        assert part["attention_mask"].sum(1).max() == width
+        assert torch.equal(part["input_ids"], batch["input_ids"][3 * index :][:3, :width])
+        assert torch.equal(part["advantages"], batch["advantages"][3 * index :][:3])
 
 
 def test_loss_clips_only_where_clipping_lowers_the_objective():
     mask = torch.tensor([[True, True, False], [True, True, True]])
     old = torch.zeros(2, 3)
     logprobs = torch.tensor([[1.0, -1.0, 5.0], [1.0, -1.0, 0.0]])  # ratios e, 1/e and 1
-    batch = demo.TensorBatch(mask, mask, mask, mask, torch.tensor([1.0, -2.0]), old)
+    batch = {"loss_mask": mask, "advantages": torch.tensor([1.0, -2.0]), "old_logprobs": old}
     settings = demo.Settings(clip=0.2, entropy_weight=0.5)
     e = torch.e
     objective = (1.2 + 1 / e) - 2 * (e + 0.8 + 1) + 0.5 * 5

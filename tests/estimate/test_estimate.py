@@ -11,8 +11,8 @@ from dta_compile.cli import main
 from dta_compile.cli.estimate_command import verdict
 from dta_compile.data import Recorded, bundled, read
 from dta_compile.errors import OptionError
-from dta_compile.estimate import Ranks, device_named, estimate, model_shape
-from dta_compile.estimate.predict import cost_of, head_starts_of, parts_of
+from dta_compile.estimate.devices import device_named
+from dta_compile.estimate.predict import Ranks, cost_of, estimate, head_starts_of, model_shape, parts_of
 from dta_compile.options import Options
 from dta_compile.plan import PrefixTree, Work
 from dta_compile.runtime.measure.calibration import Calibration

@@ -18,11 +18,10 @@ from dta_compile.plan import (
     Rates,
     Schedule,
     Work,
-    choose,
     simulate,
     verify,
 )
-from dta_compile.plan.cost import CANDIDATES
+from dta_compile.plan.cost import CANDIDATES, choose
 from dta_compile.plan.schedule import MODES
 from dta_compile.plan.simulate import chunk_work
 

@@ -20,10 +20,10 @@ from dta_compile.plan import (
     bytes_of_halves,
     choose_keep,
     chunk_tree,
-    peak_bytes,
     simulate,
 )
 from dta_compile.plan.simulate import chunk_work
+from tests.support.plans import peak_bytes
 
 COST = CostModel()
 # Chunks of 4, first backward first: +s0[3:5]+s1[3:5], s0[1:3]+s4[1:2], +s2[3:5]+s3[3:5], s2[0:3].

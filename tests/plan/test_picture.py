@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 from dta_compile.errors import PlanError
-from dta_compile.plan import Plan, Schedule, bytes_by_op, interpret, peak_bytes, plan
+from dta_compile.plan import Plan, Schedule, plan
+from dta_compile.plan.peak_memory import bytes_by_op
+from dta_compile.plan.simulate import interpret
 from tests.support.pages import read_page
+from tests.support.plans import peak_bytes
 
 SEQUENCES = [[5, 6, 7, 8], [5, 6, 7, 9, 10], [5, 6], [], [11], [5, 6, 7, 8]]
 

@@ -16,13 +16,13 @@ from dta_compile.plan import (
     build_schedule,
     choose_keep,
     chunk_tree,
-    peak_bytes,
     plan,
     verify,
     with_states,
 )
 from dta_compile.plan.schedule import MODES
 from dta_compile.plan.tree.chunk_tree import cut
+from tests.support.plans import peak_bytes
 
 SEQUENCES = [[1, 2, 2, 3, 3], [1, 2, 2, 4, 4], [1, 5, 5, 6, 6], [1, 5, 5, 7, 7], [1, 9]]
 TREE = PrefixTree.build(SEQUENCES)

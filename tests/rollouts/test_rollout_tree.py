@@ -405,17 +405,21 @@ def test_closing_wakes_consumers():
     assert sorted(isinstance(outcome, TreeClosedError) for outcome in outcomes) == [False, True]
 
 
-@pytest.mark.parametrize("failing", ["_chain", "_cut"])
-def test_an_insertion_that_fails_changes_nothing(monkeypatch, failing):
+@pytest.mark.parametrize("made", [0, 1])  # nodes: the one that a split adds, and the new end
+def test_an_insertion_that_fails_changes_nothing(monkeypatch, made):
     tree = RolloutTree()
     tree.add([1, 2, 3])
     before = tree.stats
 
-    def out_of_memory(*_):
-        raise MemoryError
+    nodes = iter(range(made))
+
+    def until_out_of_memory(*args, node=trie.Node):
+        if next(nodes, None) is None:
+            raise MemoryError
+        return node(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trie.Trie, failing, out_of_memory)
+        patch.setattr(trie, "Node", until_out_of_memory)
         with pytest.raises(MemoryError):
             tree.add([1, 2, 4])
     after = tree.stats
@@ -430,7 +434,7 @@ def test_a_batch_that_fails_loses_nothing(monkeypatch):
     for version in (1, 1, 0):
         tree.add([version], policy_version=version)
 
-    def fails(*_):
+    def fails(*_, **__):
         raise RuntimeError("no groups today")
 
     with monkeypatch.context() as patch:

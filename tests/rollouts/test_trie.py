@@ -1,17 +1,24 @@
 """The growing prefix tree: what it counts, and that it never keeps more nodes than it needs."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dta_compile.plan import PrefixTree
-from dta_compile.rollouts import trie
 from dta_compile.rollouts.trie import Trie
 
 
 def key(tokens):
     return np.array(tokens, np.int32).tobytes()
+
+
+def nodes(trie):
+    """All nodes except the root."""
+    stack = list(trie.root.children.values())
+    while stack:
+        node = stack.pop()
+        yield node
+        stack += node.children.values()
 
 
 class Model:
@@ -33,39 +40,34 @@ class Model:
         self.trie.remove(name, self.ends.pop(name))
 
     def segments(self):
-        return sorted(np.frombuffer(node.segment, np.int32).tolist() for node in self.trie.nodes())
+        return sorted(np.frombuffer(node.segment, np.int32).tolist() for node in nodes(self.trie))
 
     def check(self):
-        nodes = list(self.trie.nodes())
+        made = list(nodes(self.trie))
         assert self.trie.tokens == PrefixTree.build(list(self.sequences.values())).num_rows
-        assert self.trie.tokens * 4 == sum(len(node.segment) for node in nodes)
+        assert self.trie.tokens * 4 == sum(len(node.segment) for node in made)
         for name, tokens in self.sequences.items():
             assert self.trie.key(self.ends[name]) == key(tokens)
             assert name in self.ends[name].ending
-        assert sum(len(node.ending) for node in [self.trie.root, *nodes]) == len(self.sequences)
-        for node in nodes:
+        assert sum(len(node.ending) for node in [self.trie.root, *made]) == len(self.sequences)
+        for node in made:
             assert node.parent.children[node.segment[:4]] is node
-            assert node.stop - node.parent.stop == len(node.segment) // 4 <= trie.MAX_SEGMENT
-            assert node.ending or node.children, "every node is needed"
-            both = [node, *node.children.values()]
-            if len(both) == 2 and all(len(n.children) == 1 and not n.ending for n in both):
-                assert sum(len(n.segment) for n in both) > 4 * trie.MAX_SEGMENT, "neighbours are joined"
+            assert node.stop - node.parent.stop == len(node.segment) // 4
+            assert node.ending or len(node.children) > 1, "neighbours are joined"
 
 
 @given(st.data())
 def test_insertions_and_removals_in_any_order(batches, data):
     model = Model()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trie, "MAX_SEGMENT", data.draw(st.sampled_from([1, 2, 3, 4, 100])))
-        for tokens in [*data.draw(batches), *data.draw(batches)]:
-            model.insert(tokens)
-            while model.sequences and data.draw(st.booleans()):
-                model.remove(data.draw(st.sampled_from(list(model.sequences))))
-            model.check()
-        for name in list(model.sequences):
-            model.remove(name)
+    for tokens in [*data.draw(batches), *data.draw(batches)]:
+        model.insert(tokens)
+        while model.sequences and data.draw(st.booleans()):
+            model.remove(data.draw(st.sampled_from(list(model.sequences))))
         model.check()
-        assert not list(model.trie.nodes())
+    for name in list(model.sequences):
+        model.remove(name)
+    model.check()
+    assert not list(nodes(model.trie))
 
 
 def test_a_path_whose_branches_have_left_is_one_node_again():
@@ -76,29 +78,3 @@ def test_a_path_whose_branches_have_left_is_one_node_again():
     for name in branches:
         model.remove(name)
     assert model.segments() == [base]
-
-
-def test_a_node_that_cannot_join_the_one_below_joins_the_one_above(monkeypatch):
-    monkeypatch.setattr(trie, "MAX_SEGMENT", 4)
-    model = Model()
-    short = model.insert([1, 2, 3, 4, 5])
-    high, low = model.insert([1, 9]), model.insert([1, 2, 3, 4, 9])
-    model.remove(low)
-    model.remove(high)
-    assert model.segments() == [[1], [2, 3, 4, 5]]
-    branch = model.insert([1, 2, 9])
-    model.insert([1, 2, 3, 4, 5, 6])
-    model.remove(short)
-    assert model.segments() == [[1], [2], [3, 4, 5, 6], [9]]
-    model.remove(branch)
-    assert model.segments() == [[1, 2], [3, 4, 5, 6]]
-    model.check()
-
-
-def test_long_sequences_are_cut_so_that_a_split_copies_little(monkeypatch):
-    monkeypatch.setattr(trie, "MAX_SEGMENT", 4)
-    model = Model()
-    model.insert(list(range(10)))
-    assert model.segments() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    model.insert([0, 1, 2, 3, 4, 5, 0])
-    assert model.segments() == [[0], [0, 1, 2, 3], [4, 5], [6, 7, 8, 9]]  # what remains joins what follows

@@ -1,20 +1,20 @@
 """Divide subtrees among groups by makespan scheduling, and improve divisions by local search.
 
-`deals` cuts the tree into pieces where little is shared and places them by three rules. `exchange` lets the most
+`deals` cuts the tree into pieces where little is shared and places them by two rules. `exchange` lets the most
 expensive group give a subtree away, or exchange one, while that lowers the largest cost.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from dta_compile.plan.division.run_costs import Items
+from dta_compile.plan.division.run_costs import Items, Run
 from dta_compile.plan.tree.lexicographic import IntArray
 
 _PARTNERS = 4  # partners of a group per round: up to 4 cheapest groups and up to 4 that share most with it
@@ -22,17 +22,13 @@ _BLOCKS = 256  # subtrees a side in an exchange between two groups, whose pairs 
 _TRIES = 4  # exchanges priced exactly per round; the ranking before it only estimates shared tokens
 
 
-@dataclasses.dataclass(frozen=True)
-class _Blocks:
+class _Blocks(NamedTuple):
     """Subtrees of a group, as arrays: members `first` to `last`, cost of each alone, cost saved by removing each."""
 
     first: IntArray
     last: IntArray
     cost: IntArray
     gain: IntArray
-
-    def __getitem__(self, which: slice) -> _Blocks:
-        return _Blocks(self.first[which], self.last[which], self.cost[which], self.gain[which])
 
     def block(self, index: int) -> _Block:
         return int(self.first[index]), int(self.last[index])
@@ -161,7 +157,7 @@ class Groups:
     def _trades(self, heavy: int, partner: int, each: int) -> list[Trade]:
         """Return the best blocks to give to a partner, and the best pairs of blocks to swap, by estimated cost."""
         giver, taker = self.groups[heavy], self.groups[partner]
-        mine, theirs = giver.blocks[:-1], taker.blocks
+        mine, theirs = _Blocks(*(column[:-1] for column in giver.blocks)), taker.blocks
         if not len(mine.first):
             return []
         added = self._inserted(giver, mine, taker)
@@ -221,12 +217,10 @@ def _subtrees(links: list[int]) -> tuple[IntArray, IntArray]:
     return np.array(first, np.int64), np.array(last, np.int64)
 
 
-_Run = tuple[int, int]  # items `[a, b)`
-
 SIZES = (1, 2, 4, 8, 16, 64)  # pieces cost at most 1 / size of the lower bound of a group
 NEARLY = 1.1  # links of up to 1.1 times the least link of a subtree count as equally cheap to cut
 MOST_PIECES = 2**12  # pieces dealt out
-MOST_SUMS = 2**16  # pieces x groups: the work of largest differencing
+MOST_ROOMS = 2**16  # pieces x groups: the work of MULTIFIT
 _HALVINGS = 14  # bisection steps for MULTIFIT's capacity: precise to less than 1/1000 of a group
 _CANDIDATES = 4  # cheapest groups tried for a piece, besides those of its neighbours
 
@@ -244,30 +238,24 @@ def deals(items: Items, num_groups: int, least: int) -> Iterator[list[IntArray]]
         if len(runs) == last_count or len(runs) < num_groups:
             continue
         last_count = len(runs)
-        costs = _costs(items, runs)
+        first, end = np.array(runs, np.int64).T
+        costs: list[int] = items.run_costs(first, end - 1).tolist()
         yield _members(runs, _longest_first(items, runs, costs, num_groups), num_groups)
-        if len(runs) * num_groups <= MOST_SUMS:
-            yield _members(runs, differencing(costs, num_groups), num_groups)
+        if len(runs) * num_groups <= MOST_ROOMS:
             yield _members(runs, _multifit(costs, num_groups), num_groups)
 
 
-def _costs(items: Items, runs: list[_Run]) -> list[int]:
-    first, end = np.array(runs, np.int64).T
-    costs: list[int] = items.run_costs(first, end - 1).tolist()
-    return costs
-
-
-def _pieces(items: Items, limit: int) -> list[_Run] | None:
+def _pieces(items: Items, limit: int) -> list[Run] | None:
     """Cut the items, where they share least, into runs that cost at most `limit` or are single items.
 
     Returns None if there are more than `MOST_PIECES`.
     """
-    total = np.cumsum(items.cost - items.links)
-    pending: list[_Run] = [(0, len(items))]
-    done: list[_Run] = []
+    total = items.total
+    pending: list[Run] = [(0, len(items))]
+    done: list[Run] = []
     while pending:
         a, b = pending.pop()
-        if b - a == 1 or items.cost[a] + total[b - 1] - total[a] <= limit:
+        if b - a == 1 or items.run_costs(a, b - 1) <= limit:
             done.append((a, b))
             continue
         if len(done) + len(pending) >= MOST_PIECES:
@@ -283,7 +271,7 @@ def _cut(links: IntArray, before: IntArray) -> int:
     return int(cheap[np.argmin(np.abs(2 * before[cheap] - before[-1]))])
 
 
-def _longest_first(items: Items, runs: list[_Run], costs: list[int], num_groups: int) -> list[int]:
+def _longest_first(items: Items, runs: list[Run], costs: list[int], num_groups: int) -> list[int]:
     """Assign pieces to groups by longest processing time: the costliest piece first, to the cheapest resulting group.
 
     A piece adds its cost minus the cost it shares with its neighbours in the group. Candidates are the cheapest groups
@@ -306,7 +294,7 @@ def _longest_first(items: Items, runs: list[_Run], costs: list[int], num_groups:
     return group_of
 
 
-def _shared(items: Items, runs: list[_Run], groups: list[list[int]], piece: int) -> list[int]:
+def _shared(items: Items, runs: list[Run], groups: list[list[int]], piece: int) -> list[int]:
     """Return, for each group of pieces, the cost of the tokens that `piece` shares with it."""
     (start, end), pairs = runs[piece], []
     for number, members in enumerate(groups):
@@ -319,26 +307,6 @@ def _shared(items: Items, runs: list[_Run], groups: list[list[int]], piece: int)
         for number, cost in zip(number_of.tolist(), items.shared(first, second).tolist(), strict=True):
             shared[number] = max(shared[number], cost)
     return shared
-
-
-def differencing(costs: list[int], num_groups: int) -> list[int]:
-    """Assign pieces to groups by largest differencing (Karmarkar and Karp, 1982), ignoring shared tokens.
-
-    Repeatedly merges the two partial divisions with the largest spread, heavy groups with light ones.
-    """
-    # Entries: negative spread, number (breaks ties), (sum, members) of every group by descending sum.
-    heap = [(-cost, piece, [(cost, [piece]), *([(0, [])] * (num_groups - 1))]) for piece, cost in enumerate(costs)]
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        (_, number, left), (_, _, right) = heapq.heappop(heap), heapq.heappop(heap)
-        merged = [(a + b, m + n) for (a, m), (b, n) in zip(left, reversed(right), strict=True)]
-        merged.sort(key=lambda entry: -entry[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
-    group_of = [0] * len(costs)
-    for group, (_, members) in enumerate(heap[0][2]):
-        for piece in members:
-            group_of[piece] = group
-    return group_of
 
 
 def _multifit(costs: list[int], num_groups: int) -> list[int]:
@@ -373,7 +341,7 @@ def _first_fit(costs: list[int], order: list[int], num_groups: int, room: int) -
     return group_of
 
 
-def _members(runs: list[_Run], chosen: list[int], num_groups: int) -> list[IntArray]:
+def _members(runs: list[Run], chosen: list[int], num_groups: int) -> list[IntArray]:
     """Return the items of every group."""
     sizes = [b - a for a, b in runs]
     group_of = np.repeat(np.array(chosen, np.int64), sizes)  # runs are in order and leave nothing out

@@ -71,7 +71,7 @@ def _integer_weights(lengths: IntArray, token: float, pair: float) -> tuple[int,
     return round(token * scale), round(pair * scale)
 
 
-Run = tuple[int, int]  # positions `[a, b)` of the lexicographic order
+Run = tuple[int, int]  # positions of the lexicographic order, or items, `[a, b)`
 
 
 def contiguous_groups(costs: RunCosts, num_groups: int) -> list[Run]:
@@ -164,6 +164,7 @@ class Items:
         starts: `[M + 1]` positions of the order at which items begin; the last entry is the end of the last item.
         cost: `[M]` cost of the tree of every item.
         links: `[M]` cost of the tokens that an item shares with the item before it; `links[0] = 0`.
+        total: `[M]` cost of the tree of all items up to and including this one.
     """
 
     def __init__(self, costs: RunCosts, boundaries: Iterable[int] = ()) -> None:
@@ -173,6 +174,7 @@ class Items:
         alone, total, repeated = (np.array(x, np.int64) for x in (costs.alone, costs.total, costs.repeated))
         self.cost: IntArray = alone[begin] + total[end - 1] - total[begin]
         self.links: IntArray = repeated[begin]
+        self.total = np.cumsum(self.cost - self.links)
         inside = repeated[:-1].copy()
         inside[begin] = _NEVER
         least_inside = np.minimum.reduceat(inside, begin)
@@ -200,10 +202,9 @@ class Items:
         out[apart] = np.minimum(out[apart], least)
         return out
 
-    def run_costs(self, first: IntArray, last: IntArray) -> IntArray:
+    def run_costs(self, first: IntArray | int, last: IntArray | int) -> IntArray:
         """Return elementwise the tree cost of the items from `first` to `last`, inclusive."""
-        total = np.cumsum(self.cost - self.links)
-        return self.cost[first] + total[last] - total[first]
+        return self.cost[first] + self.total[last] - self.total[first]
 
 
 def _least_table(values: IntArray) -> IntArray:

@@ -39,14 +39,10 @@ class LexicographicOrder:
     forks: IntArray
 
 
-def lexicographic_order(sequences: Iterable[Any], block: int = BLOCK_TOKENS) -> LexicographicOrder:
+def lexicographic_order(sequences: Iterable[Any]) -> LexicographicOrder:
     """Sort 1-D integer sequences (arrays, lists, tensors; possibly empty) lexicographically.
 
     Takes time linear in the number of tokens, however much they share. Arrays of one dtype are not copied.
-
-    Args:
-        sequences: token ids.
-        block: tokens that are compared at a time.
 
     Raises:
         PlanError: a sequence is not a 1-D run of integers that fit in 64 bits.
@@ -54,7 +50,7 @@ def lexicographic_order(sequences: Iterable[Any], block: int = BLOCK_TOKENS) -> 
     arrays = _of_one_dtype(
         [as_integers(sequence, f"sequence {index}") for index, sequence in enumerate(each(sequences))]
     )
-    order, common = _sort(arrays, block)
+    order, common = _sort(arrays)
     forks = np.zeros((len(order), 2), np.int64)
     for k in range(1, len(order)):
         left, right, depth = arrays[order[k - 1]], arrays[order[k]], common[k]
@@ -72,7 +68,7 @@ def common_of_some(common: IntArray, positions: IntArray) -> IntArray:
     return left
 
 
-def _sort(arrays: Sequence[_Tokens], block: int) -> tuple[list[int], list[int]]:
+def _sort(arrays: Sequence[_Tokens]) -> tuple[list[int], list[int]]:
     """Return `order` and `common` by a most-significant-digit radix sort whose digits are blocks of tokens.
 
     Hashing a block costs the same however much the sequences share, whereas comparing two sequences reads their whole
@@ -89,7 +85,7 @@ def _sort(arrays: Sequence[_Tokens], block: int) -> tuple[list[int], list[int]]:
             common.append(shared)
             continue
         groups: defaultdict[bytes, list[int]] = defaultdict(list)
-        stop = depth + block
+        stop = depth + BLOCK_TOKENS
         for member in members:
             groups[arrays[member][depth:stop].tobytes()].append(member)
         length = len(arrays[members[0]])
@@ -114,14 +110,19 @@ def _in_numeric_order(blocks: list[bytes], dtype: np.dtype[Any]) -> tuple[list[b
     # Once unsigned and big-endian, tokens compare like their bytes.
     ordered = sorted(blocks, key=lambda run: (np.frombuffer(run, unsigned) ^ sign).astype(big_endian).tobytes())
     tokens = [np.frombuffer(run, unsigned) for run in ordered]
-    return ordered, [_common_prefix(left, right) for left, right in pairwise(tokens)]
+    return ordered, [common_run(left, right) for left, right in pairwise(tokens)]
 
 
-def _common_prefix(left: _Tokens, right: _Tokens) -> int:
-    size = min(len(left), len(right))
-    differs = left[:size] != right[:size]
-    depth = int(differs.argmax()) if size else 0
-    return depth if size and differs[depth] else size
+def common_run(a: _Tokens, b: _Tokens, i: int = 0, j: int = 0) -> int:
+    """Return the number of equal tokens from `a[i]` and `b[j]` on."""
+    size, done, step = min(len(a) - i, len(b) - j), 0, 64
+    while done < size:
+        step = min(step, size - done)
+        different = np.flatnonzero(a[i + done : i + done + step] != b[j + done : j + done + step])
+        if len(different):
+            return done + int(different[0])
+        done, step = done + step, step * 4
+    return size
 
 
 def each(sequences: Iterable[Any]) -> list[Any]:

@@ -9,50 +9,35 @@ speedscope's format (its file format schema, "evented" profiles) opens and close
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 TICKS = 8  # per microsecond
 
 Facts = Mapping[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """Event from `start` to `stop` (ticks); drawn as an instant mark if both are equal."""
 
     name: str
     start: int
     stop: int
-    facts: Facts = dataclasses.field(default_factory=dict)
+    facts: Facts
 
 
-@dataclasses.dataclass(frozen=True)
-class Counter:
-    """Value of the curve `name` from `time` (ticks) on."""
+class Process(NamedTuple):
+    """Tracks and curves under a common heading.
 
-    name: str
-    time: int
-    value: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Track:
-    """Consecutive events of a stream or a thread."""
+    Attributes:
+        tracks: by name of a stream or a thread, its consecutive events.
+        counters: times (ticks), and by name the values of curves from then on.
+    """
 
     name: str
-    events: tuple[Event, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Process:
-    """Tracks and curves under a common heading."""
-
-    name: str
-    tracks: tuple[Track, ...]
-    counters: tuple[Counter, ...] = ()
+    tracks: Mapping[str, Sequence[Event]]
+    counters: Sequence[tuple[int, Mapping[str, float]]]
 
 
 def as_chrome_trace(processes: Iterable[Process], facts: Facts | None = None) -> str:
@@ -66,12 +51,12 @@ def _events(processes: Iterable[Process]) -> Iterator[dict[str, Any]]:
     for number, process in enumerate(processes, start=1):  # Perfetto takes process 0 for the kernel's
         yield _metadata("process_name", {"name": process.name}, number)
         yield _metadata("process_sort_index", {"sort_index": number}, number)
-        for thread, track in enumerate(process.tracks, start=1):
-            tid = 1000 * number + thread  # thread ids have to be unique over all processes
-            yield _metadata("thread_name", {"name": track.name}, number, tid)
-            yield from (_event(event, number, tid) for event in track.events)
-        for item in process.counters:
-            yield {"ph": "C", "pid": number, "name": item.name, "ts": item.time / TICKS, "args": {"value": item.value}}
+        for tid, (name, events) in enumerate(process.tracks.items(), start=1000 * number + 1):  # unique over processes
+            yield _metadata("thread_name", {"name": name}, number, tid)
+            yield from (_event(event, number, tid) for event in events)
+        for time, values in process.counters:
+            for name, value in values.items():
+                yield {"ph": "C", "pid": number, "name": name, "ts": time / TICKS, "args": {"value": value}}
 
 
 def _metadata(name: str, facts: Facts, process: int, thread: int = 0) -> dict[str, Any]:

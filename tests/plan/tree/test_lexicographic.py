@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dta_compile.plan import PrefixTree, lexicographic_order
+from dta_compile.plan.tree import lexicographic
 
 TYPES = (np.uint8, np.int8, np.uint16, np.int16, np.int32, np.uint32, np.int64, np.uint64, ">i2", ">u4")
 
@@ -33,7 +34,9 @@ def check(sequences, made):
 @given(st.data())
 def test_blocks_of_any_size_give_the_order_of_lists(batches, data):
     sequences = data.draw(batches)
-    check(sequences, lexicographic_order(sequences, block=data.draw(st.integers(1, 5))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lexicographic, "BLOCK_TOKENS", data.draw(st.integers(1, 5)))
+        check(sequences, lexicographic_order(sequences))
 
 
 @given(st.data())
@@ -45,7 +48,9 @@ def test_tokens_of_any_type_are_compared_as_numbers(batches, data):
     values = {-1: low, 0: low + 1, 1: 1, 2: high}
     sequences = [[values.get(token, token) for token in sequence] for sequence in data.draw(batches)]
     arrays = [np.array(sequence, dtype) for sequence in sequences]
-    check(sequences, lexicographic_order(arrays, block=2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lexicographic, "BLOCK_TOKENS", 2)
+        check(sequences, lexicographic_order(arrays))
 
 
 def test_types_that_no_integer_type_covers_can_be_mixed():

@@ -2,7 +2,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dta_compile.options import Options
-from dta_compile.plan import Chunk, PrefixTree, Rectangle, Segment, Slice, chunk_tree, rectangles, segments
+from dta_compile.plan import Chunk, PrefixTree, Segment, Slice, chunk_tree, rectangles, segments
+from dta_compile.plan.tree.segments import Rectangle
 from tests.support.execution import Tokens, check_attention
 
 # Below 1 2: 3 4 (with 5, 6 7 below it), 8, and at depth 1: 9.

@@ -60,7 +60,7 @@ def read(path: str, options: ReadOptions | None = None) -> Recording:
     kinds: list[str] = []
     for file in files:
         is_rollouts = file != "-" and Path(file).is_file() and _begins(file) == ZIP
-        content = [*(load_rollouts(file) if is_rollouts else reader.read(_rows(file, options)))]
+        content = _rollouts(file) if is_rollouts else list(reader.read(_rows(file, options)))
         kinds += ["rollout files"] if is_rollouts else []
         # Trajectory numbers are unique only within a file.
         batches.append([_of_file(item, file) for item in content] if len(files) > 1 else content)
@@ -95,6 +95,16 @@ def _rows(path: str, options: ReadOptions) -> Iterator[Row]:
 def _begins(path: str) -> bytes:
     with open_regular(Path(path)) as file:
         return file.read(4)
+
+
+def _rollouts(path: str) -> list[Recorded]:
+    return [
+        Recorded(
+            *(rollout.tokens, rollout.routes, rollout.spans, rollout.trajectory, rollout.turn, rollout.reward),
+            name=f"task {rollout.group} · trial {rollout.trial} · turn {rollout.turn}",
+        )
+        for rollout in load_rollouts(path)
+    ]
 
 
 def _of_file(one: Recorded, file: str) -> Recorded:

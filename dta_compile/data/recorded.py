@@ -38,9 +38,8 @@ class Recorded:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
     def loss_mask(self) -> NDArray[np.bool_]:
-        """`[n]` bool, true at the positions of trained tokens; all true if the spans are unknown."""
+        """Return `[n]` bool, true at the positions of trained tokens; all true if the spans are unknown."""
         if self.spans is None:
             return np.ones(len(self.tokens), bool)
         return mask_of_spans(self.spans, len(self.tokens))

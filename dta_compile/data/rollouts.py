@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dta_compile.data.recorded import Recorded
+from dta_compile.data.recorded import mask_of_spans
 from dta_compile.errors import PlanError
 from dta_compile.files import open_regular
 
@@ -62,31 +62,44 @@ ARRAYS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Rollout(Recorded):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rollout:
     """One training sample: the conversation from the prompt to the end of one assistant turn.
 
-    Its `spans` hold what the policy generated, `turn` is the assistant turn that ends the sample, and `trajectory` is a
-    number within the file.
-
     Attributes:
+        tokens: `[n]` int32 token ids.
+        spans: half-open ranges of the positions of tokens that the policy generated and is trained on.
+        reward: reward of the trajectory.
         advantage: the reward, normalised over the trajectories of its group (GRPO).
         advantage_batch: the reward, normalised over all samples of the file.
         group: the task; trajectories of one group are comparable.
         trial: number of the attempt within the group.
+        trajectory: number of the trajectory within the file.
+        turn: number of the assistant turn that ends the sample.
         is_leaf: whether no other sample of the file extends this one.
+        routes: `[n, ...]` integers recorded per token for replay, such as the experts of
+            every layer `[n, layers, k]`; None: the file has none.
     """
 
     tokens: NDArray[np.int32]
     spans: tuple[tuple[int, int], ...]
     reward: float
-    trajectory: int
-    turn: int
     advantage: float
     advantage_batch: float
     group: int
     trial: int
+    trajectory: int
+    turn: int
     is_leaf: bool
+    routes: NDArray[np.integer[Any]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def loss_mask(self) -> NDArray[np.bool_]:
+        """Return `[n]` bool, true at the positions of trained tokens."""
+        return mask_of_spans(self.spans, len(self.tokens))
 
 
 def bundled(name: str = EXAMPLE) -> Path:
@@ -273,16 +286,18 @@ def _rollout(
 ) -> Rollout:
     leaf, length = leaves[data["leaf"][index]], int(data["length"][index])
     spans = slice(data["loss_ptr"][index], data["loss_ptr"][index + 1])
-    numbers = ("reward", "advantage", "advantage_batch", "group", "trial", "turn")
-    facts = {name: data[name][index].item() for name in numbers}
     return Rollout(
         tokens=leaf[:length],
-        routes=routes,
         spans=tuple(zip(data["loss_start"][spans].tolist(), data["loss_end"][spans].tolist(), strict=True)),
+        reward=float(data["reward"][index]),
+        advantage=float(data["advantage"][index]),
+        advantage_batch=float(data["advantage_batch"][index]),
+        group=int(data["group"][index]),
+        trial=int(data["trial"][index]),
         trajectory=int(data["traj"][index]),
+        turn=int(data["turn"][index]),
         is_leaf=length == len(leaf),
-        name=f"task {facts['group']} · trial {facts['trial']} · turn {facts['turn']}",
-        **facts,
+        routes=routes,
     )
 
 

@@ -136,7 +136,7 @@ def _of_tokens(row: dict[str, Any], key: str, where: str) -> Recorded:
     if key == "input_ids" and row.get("attention_mask") is not None:
         real = _beside(row, "attention_mask", len(tokens), where) > 0
         if spans is not None:
-            spans = spans_of_mask(Recorded(tokens, spans=spans).loss_mask[real])
+            spans = spans_of_mask(Recorded(tokens, spans=spans).loss_mask()[real])
         tokens = np.asarray(tokens, np.int64)[real]
         routes = None if routes is None else routes[real]
     return Recorded(tokens, routes, spans=spans, **facts)

@@ -187,7 +187,7 @@ def head_starts_of(tree: PrefixTree, sequences: Sequence[Recorded]) -> IntArray:
     offset, of_token = 0, tree.token_rows()
     for sequence in sequences:
         size = len(sequence)
-        trained = np.flatnonzero(sequence.loss_mask[1:])
+        trained = np.flatnonzero(sequence.loss_mask()[1:])
         rows.append(of_token[offset : offset + size][trained])
         labels.append(np.asarray(sequence.tokens, np.int64)[1:][trained])
         offset += size

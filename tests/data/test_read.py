@@ -162,7 +162,7 @@ def test_token_ids_with_what_says_what_is_trained(tmp_path):
     assert [list(one.tokens) for one in found] == [[5, 6, 7]] * 5
     assert [one.spans for one in found] == [((1, 3),)] * 5
     assert (found[1].trajectory, found[1].turn, found[4].reward) == ("a", 3, 2.0)
-    assert found[0].loss_mask.tolist() == [False, True, True]
+    assert found[0].loss_mask().tolist() == [False, True, True]
 
 
 def test_a_rollout_file_is_known_by_its_content(tmp_path):

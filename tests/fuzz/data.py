@@ -574,7 +574,7 @@ def _compared(case: Case, made: Any) -> tuple[str, str]:
         for one in read(case.words[1], ReadOptions()).sequences:
             routes = [None] * len(one) if one.routes is None else map(json.dumps, np.asarray(one.routes).tolist())
             tokens = [int(token) for token in one.tokens]
-            found.append((list(zip(tokens, routes, strict=True)), one.loss_mask.tolist()))
+            found.append((list(zip(tokens, routes, strict=True)), one.loss_mask().tolist()))
     except DTAError as error:
         return "wrong", f"planned, and then refused: {error}"
     if found != case.meant:

@@ -144,15 +144,8 @@ def nested_rollouts(vocabulary: int, seed: int = 0) -> list[Rollout]:
             spans = (len(prompt), len(turn)), (len(turn) + len(second), len(turn) + len(second) + len(third))
             for number, tokens in enumerate([turn, np.concatenate([turn, second, third])], 1):
                 reward = random.normal()
-                own = {
-                    **dict.fromkeys(("reward", "advantage", "advantage_batch"), reward),
-                    "group": group,
-                    "trial": trial,
-                    "trajectory": 3 * group + trial,
-                    "turn": number,
-                }
-                made = Rollout(tokens=tokens.astype(np.int32), spans=spans[:number], is_leaf=number == 2, **own)
-                rollouts.append(made)
+                own = (reward, reward, reward, group, trial, 3 * group + trial, number, number == 2)
+                rollouts.append(Rollout(tokens.astype(np.int32), spans[:number], *own))
     return rollouts
 
 

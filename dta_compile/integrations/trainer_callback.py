@@ -19,6 +19,7 @@ logger = logging.getLogger("dta_compile")
 LOST = 1.25
 # Below this compression rows have nothing to gain, however they are batched.
 NOTHING = 1.1
+CACHES = ("past_key_values", "cache")  # names of the KV cache in releases of transformers
 
 
 class DTACallback(TrainerCallback):  # type: ignore[misc]
@@ -32,7 +33,8 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
 
     TRL pads prompts on the left, and transformers then counts positions by column, so that prompts of different lengths
     have no token in common. Rotary embeddings depend on differences of positions only: models that have them are called
-    with positions that start at the first token of each row, as in generation.
+    with positions that start at the first token of each row, as in generation. Positions in several axes (M-RoPE) of
+    calls with images are the model's own, which begin there by themselves.
 
     Args:
         options: options of `torch.compile(..., backend="dta", options=...)`.
@@ -77,12 +79,12 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
 
     def _wrap(self, module: torch.nn.Module) -> None:
         """Wrap the call of the compiled module; hooks would become part of its graph."""
-        shifts = positions_are_relative(module)
+        shifts, has_axes = positions_are_relative(module), has_position_axes(module)
 
         def call_aligned(*args: Any, **kwargs: Any) -> Any:
             if self._observes and module.training and torch.is_grad_enabled():
                 self._batches.append(_sequences(*args, **kwargs))
-            return call(*args, **(with_positions(kwargs) if shifts else kwargs))
+            return call(*args, **(with_positions(kwargs, has_axes) if shifts else kwargs))
 
         # `last_plan` finds the compiled callable through this cell of the function.
         call: Any = module._compiled_call_impl
@@ -109,15 +111,20 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
             )
 
 
-def with_positions(inputs: dict[str, Any]) -> dict[str, Any]:
+def with_positions(inputs: dict[str, Any], has_axes: bool = False) -> dict[str, Any]:
     """Add positions `[B, S]` that count the tokens of each row to the arguments of a call with padded rows.
 
     Other calls, and calls that continue a cache, are unchanged.
+
+    Args:
+        has_axes: the model computes positions in several axes from images (or other media), in calls that have them.
     """
     mask, ids = inputs.get("attention_mask"), inputs.get("input_ids")
     if inputs.get("position_ids") is not None or not isinstance(mask, torch.Tensor) or ids is None:
         return inputs
-    if mask.shape != ids.shape or inputs.get("past_key_values") is not None:
+    if mask.shape != ids.shape or any(inputs.get(cache) is not None for cache in CACHES):
+        return inputs
+    if has_axes and any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in inputs.values()):
         return inputs
     return {**inputs, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
 
@@ -131,6 +138,11 @@ def positions_are_relative(model: torch.nn.Module) -> bool:
     rope = getattr(text, "rope_parameters", None) or {}
     scales = getattr(text, "attn_temperature_tuning", None) or rope.get("llama_4_scaling_beta")
     return not scales and any(name.endswith("rotary_emb") for name, _ in model.named_modules())
+
+
+def has_position_axes(model: torch.nn.Module) -> bool:
+    """Return whether a model counts positions in several axes: tokens of an image by row and column (M-RoPE)."""
+    return any(hasattr(module, "get_rope_index") for module in model.modules())
 
 
 def compressions(batches: Sequence[Sequence[Any]]) -> tuple[float, float]:

@@ -82,8 +82,10 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
         shifts, has_axes = positions_are_relative(module), has_position_axes(module)
 
         def call_aligned(*args: Any, **kwargs: Any) -> Any:
+            if _continues_cache(kwargs) and not torch.is_grad_enabled():  # generation, which has nothing to share
+                return module._call_impl(*args, **kwargs)
             if self._observes and module.training and torch.is_grad_enabled():
-                self._batches.append(_sequences(*args, **kwargs))
+                self._batches.append(_sequences(*args, **with_images(kwargs, module)))
             return call(*args, **(with_positions(kwargs, has_axes) if shifts else kwargs))
 
         # `last_plan` finds the compiled callable through this cell of the function.
@@ -122,11 +124,32 @@ def with_positions(inputs: dict[str, Any], has_axes: bool = False) -> dict[str, 
     mask, ids = inputs.get("attention_mask"), inputs.get("input_ids")
     if inputs.get("position_ids") is not None or not isinstance(mask, torch.Tensor) or ids is None:
         return inputs
-    if mask.shape != ids.shape or any(inputs.get(cache) is not None for cache in CACHES):
+    if mask.shape != ids.shape or _continues_cache(inputs):
         return inputs
     if has_axes and any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in inputs.values()):
         return inputs
     return {**inputs, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
+
+
+def with_images(inputs: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """Replace the ids of placeholder tokens by numbers of their images, so that only equal images count as shared.
+
+    Images are patches with `image_grid_thw`, or entries of `pixel_values` `[images, 3, H, W]`. Others are left out.
+    """
+    pixels, grids, ids = (inputs.get(name) for name in ("pixel_values", "image_grid_thw", "input_ids"))
+    config = getattr(model, "config", None)
+    placeholder = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+    if pixels is None or ids is None or placeholder is None or (grids is None and pixels.dim() != 4):
+        return inputs
+    sizes = [1] * len(pixels) if grids is None else grids.prod(-1).tolist()
+    tokens = int((ids == placeholder).sum()) / sum(sizes)
+    numbers = [hash(image.detach().float().cpu().numpy().tobytes()) for image in pixels.split(sizes)]
+    of_tokens = torch.tensor(numbers).repeat_interleave(torch.tensor([int(size * tokens) for size in sizes]))
+    return {**inputs, "input_ids": ids.cpu().masked_scatter(ids.cpu() == placeholder, of_tokens)}
+
+
+def _continues_cache(inputs: Mapping[str, Any]) -> bool:
+    return any(inputs.get(name) is not None for name in CACHES)
 
 
 def positions_are_relative(model: torch.nn.Module) -> bool:

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
     Qwen3VLProcessor,
 )
-from trl import GRPOConfig, GRPOTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from tests.support import vision
 from tests.support.trainers import COMMON, GROUP
@@ -91,7 +91,7 @@ def model() -> Qwen3VLForConditionalGeneration:
     return vision.build("qwen3_vl")
 
 
-def grpo(folder: str, callbacks: list[Any], **settings: Any) -> GRPOTrainer:
+def grpo(folder: str, callbacks: list[Any], peft_config: Any = None, **settings: Any) -> GRPOTrainer:
     """Build a GRPO trainer on prompts of one to three screens; those of an episode begin alike."""
 
     def reward(completions: list[Any], **kwargs: Any) -> list[float]:
@@ -108,10 +108,51 @@ def grpo(folder: str, callbacks: list[Any], **settings: Any) -> GRPOTrainer:
             output_dir=folder,
             num_generations=GROUP,
             max_completion_length=6,
-            shuffle_dataset=False,
-            **{**COMMON, "per_device_train_batch_size": 3 * GROUP, **settings},
+            **{**COMMON, "per_device_train_batch_size": 3 * GROUP, "shuffle_dataset": False, **settings},
         ),
         train_dataset=Dataset.from_list(rows),
+        processing_class=processor(),
+        callbacks=callbacks,
+        peft_config=peft_config,
+    )
+
+
+def _rows() -> list[dict[str, Any]]:
+    """Return episodes of one to three screens, each with two answers of which the first is chosen."""
+    rows = []
+    for task in range(4):
+        for turns in (1, 2, 3):
+            prompt, images = episode(task, turns)
+            answers = [[{"role": "assistant", "content": [_text(f"w{60 + task + turns} w{other}")]}] for other in (7, 8)]
+            rows.append({"prompt": prompt, "images": images, "chosen": answers[0], "rejected": answers[1]})
+    return rows
+
+
+def sft(folder: str, callbacks: list[Any], **settings: Any) -> SFTTrainer:
+    """Build an SFT trainer on episodes with an answer each, in sequence."""
+    rows = [{name: row[name] for name in ("prompt", "images")} | {"completion": row["chosen"]} for row in _rows()]
+    return SFTTrainer(
+        model(),
+        args=SFTConfig(
+            output_dir=folder,
+            max_length=None,
+            **{**COMMON, "per_device_train_batch_size": 6, "train_sampling_strategy": "sequential", **settings},
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=processor(),
+        callbacks=callbacks,
+    )
+
+
+def dpo(folder: str, callbacks: list[Any], **settings: Any) -> DPOTrainer:
+    """Build a DPO trainer on episodes with two answers each."""
+    return DPOTrainer(
+        model(),
+        ref_model=model(),
+        args=DPOConfig(
+            output_dir=folder, max_length=None, **{**COMMON, "per_device_train_batch_size": 4, **settings}
+        ),
+        train_dataset=Dataset.from_list(_rows()),
         processing_class=processor(),
         callbacks=callbacks,
     )

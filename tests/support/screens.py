@@ -123,7 +123,9 @@ def _rows() -> list[dict[str, Any]]:
     for task in range(4):
         for turns in (1, 2, 3):
             prompt, images = episode(task, turns)
-            answers = [[{"role": "assistant", "content": [_text(f"w{60 + task + turns} w{other}")]}] for other in (7, 8)]
+            answers = [
+                [{"role": "assistant", "content": [_text(f"w{60 + task + turns} w{other}")]}] for other in (7, 8)
+            ]
             rows.append({"prompt": prompt, "images": images, "chosen": answers[0], "rejected": answers[1]})
     return rows
 
@@ -149,9 +151,7 @@ def dpo(folder: str, callbacks: list[Any], **settings: Any) -> DPOTrainer:
     return DPOTrainer(
         model(),
         ref_model=model(),
-        args=DPOConfig(
-            output_dir=folder, max_length=None, **{**COMMON, "per_device_train_batch_size": 4, **settings}
-        ),
+        args=DPOConfig(output_dir=folder, max_length=None, **{**COMMON, "per_device_train_batch_size": 4, **settings}),
         train_dataset=Dataset.from_list(_rows()),
         processing_class=processor(),
         callbacks=callbacks,

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from verl.utils import tensordict_utils
 from verl.utils.device import get_device_id, get_device_name
@@ -31,7 +32,7 @@ from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
-from dta_compile.errors import OptionError, RefusalError
+from dta_compile.errors import OptionError, RefusalError, RuntimeContractError
 from dta_compile.options import Options
 
 logger = logging.getLogger("dta_compile")
@@ -39,6 +40,7 @@ logger = logging.getLogger("dta_compile")
 DEVICES = ["cuda", "cpu"]
 # Names of per-token outputs of verl besides log-probs, by the setting that requests them.
 EXTRA_VALUES = {"calculate_entropy": "entropy", "calculate_sum_pi_squared": "sum_pi_squared"}
+INPUTS = {"input_ids", "attention_mask", "position_ids"}
 # Entries of multi_modal_inputs that models do not read: a count of verl's, and what positions were computed from.
 NOT_OF_MODELS = {"images_seqlens", "mm_token_type_ids"}
 LEAST_TEMPERATURE = 1e-8  # verl's
@@ -105,6 +107,7 @@ class DTAEngine(FSDPEngineWithLMHead):
         inputs, of_inputs = self.prepare_model_inputs(micro_batch=micro_batch)
         inputs = {name: value for name, value in inputs.items() if name not in NOT_OF_MODELS}
         _check_data(micro_batch, inputs)
+        self._require_same_media(sorted(inputs.keys() - INPUTS))
         with self._autocast():
             values = self._values(micro_batch, inputs, of_inputs)
             if loss_function is None:
@@ -113,6 +116,22 @@ class DTAEngine(FSDPEngineWithLMHead):
                 group = self.get_data_parallel_group()
                 loss, metrics = loss_function(model_output=values, data=micro_batch, dp_group=group)
         return loss, {"model_output": detach_tree(values), "loss": loss.detach().item(), "metrics": metrics}
+
+    def _require_same_media(self, names: list[str]) -> None:
+        """Raise unless all ranks have the same media: those that encode images gather all parameters together."""
+        config, ranks = self.model_config.hf_config, self.get_data_parallel_size()
+        if ranks == 1 or config.get_text_config() is config:
+            return
+        of_ranks: list[Any] = [None] * ranks
+        dist.all_gather_object(of_ranks, names, self.get_data_parallel_group())
+        if any(others != names for others in of_ranks):
+            raise RuntimeContractError(
+                "some ranks have images (or other media) in their rows, and others have none",
+                where="multi_modal_inputs",
+                expected="the same entries on every rank",
+                got="; ".join(f"rank {rank}: {', '.join(own) or 'none'}" for rank, own in enumerate(of_ranks)),
+                hint="deal rows without images out evenly, or give each a small image",
+            )
 
     def _values(self, micro_batch: Any, inputs: dict[str, Any], of_inputs: dict[str, Any]) -> Values:
         """Return per-token values by name in verl's layout: nested tensors with one row per sequence."""

@@ -207,7 +207,8 @@ def main() -> None:
             f"step {step}: reward {one['reward']:.2f}, "
             f"tokens {one['tokens']:,} / {one['tree_tokens']:,} (C {one['tokens'] / one['tree_tokens']:.2f}), "
             f"images encoded {one['eager_images']} / {one['images']}, "
-            f"{one['eager_seconds']:.2f} s / {one['seconds']:.2f} s ({one['eager_seconds'] / one['seconds']:.1f} times), "
+            f"{one['eager_seconds']:.2f} s / {one['seconds']:.2f} s "
+            f"({one['eager_seconds'] / one['seconds']:.1f} times), "
             f"gradients differ by {one['difference']:.0e}",
             flush=True,
         )

@@ -34,7 +34,7 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
     TRL pads prompts on the left, and transformers then counts positions by column, so that prompts of different lengths
     have no token in common. Rotary embeddings depend on differences of positions only: models that have them are called
     with positions that start at the first token of each row, as in generation. Positions in several axes (M-RoPE) of
-    calls with images are the model's own, which begin there by themselves.
+    calls with images are the model's own, which begin there by themselves. Generation is left to the model, uncompiled.
 
     Args:
         options: options of `torch.compile(..., backend="dta", options=...)`.
@@ -83,13 +83,14 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
 
         def call_aligned(*args: Any, **kwargs: Any) -> Any:
             if _continues_cache(kwargs) and not torch.is_grad_enabled():  # generation, which has nothing to share
-                return module._call_impl(*args, **kwargs)
+                return uncompiled(*args, **kwargs)
             if self._observes and module.training and torch.is_grad_enabled():
                 self._batches.append(_sequences(*args, **with_images(kwargs, module)))
             return call(*args, **(with_positions(kwargs, has_axes) if shifts else kwargs))
 
         # `last_plan` finds the compiled callable through this cell of the function.
         call: Any = module._compiled_call_impl
+        uncompiled: Any = module._call_impl
         self._compiled, self._call = module, call
         module._compiled_call_impl = call_aligned
 
@@ -142,10 +143,14 @@ def with_images(inputs: dict[str, Any], model: torch.nn.Module) -> dict[str, Any
     if pixels is None or ids is None or placeholder is None or (grids is None and pixels.dim() != 4):
         return inputs
     sizes = [1] * len(pixels) if grids is None else grids.prod(-1).tolist()
-    tokens = int((ids == placeholder).sum()) / sum(sizes)
+    ids = ids.cpu()
+    is_image = ids == placeholder
+    tokens = torch.tensor([size * int(is_image.sum()) // sum(sizes) for size in sizes])
+    if int(tokens.sum()) != int(is_image.sum()):  # the model makes another number of features of each
+        return inputs
     numbers = [hash(image.detach().float().cpu().numpy().tobytes()) for image in pixels.split(sizes)]
-    of_tokens = torch.tensor(numbers).repeat_interleave(torch.tensor([int(size * tokens) for size in sizes]))
-    return {**inputs, "input_ids": ids.cpu().masked_scatter(ids.cpu() == placeholder, of_tokens)}
+    of_tokens = torch.tensor(numbers, dtype=torch.int64).repeat_interleave(tokens)
+    return {**inputs, "input_ids": ids.masked_scatter(is_image, of_tokens)}
 
 
 def _continues_cache(inputs: Mapping[str, Any]) -> bool:

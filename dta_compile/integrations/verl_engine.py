@@ -147,7 +147,7 @@ class DTAEngine(FSDPEngineWithLMHead):
         module: nn.Module = super()._build_module()
         for part in module.modules():
             if type(part) in _forwards:
-                part.forward = types.MethodType(_forwards[type(part)], part)  # type: ignore[method-assign]
+                part.forward = types.MethodType(_forwards[type(part)], part)
         if self.model_config.enable_gradient_checkpointing:
             module.gradient_checkpointing_disable()  # type: ignore[operator]
             if self.rank == 0:

@@ -8,7 +8,7 @@ is compiled, TRL's own kernel gets all hidden states.
 Trains a tiny Qwen3 with random weights twice in one process on CPU, eagerly and over the prefix tree, from the same
 seeds, and compares the weights. Uses plain SGD in float64: Adam divides every gradient by its magnitude and so turns
 rounding errors (1e-7, as transformers computes norms in float32) into full steps where a gradient is almost zero.
-Model, tokenizer, prompts and reward are made here. Generation (KV cache, no gradients) runs as captured.
+Model, tokenizer, prompts and reward are made here. Generation runs eagerly.
 """
 
 from __future__ import annotations

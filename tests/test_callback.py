@@ -1,10 +1,12 @@
-"""What `DTACallback` adds to what trainers log."""
+"""What `DTACallback` adds to what trainers log, and how it calls models that take images."""
 
 import types
 
+import pytest
 import torch
 
 import dta_compile
+from tests.support import vision
 from tests.support.tiny import TinyLM, shared_ids
 
 ARGUMENTS = types.SimpleNamespace(gradient_accumulation_steps=1)
@@ -25,3 +27,39 @@ def test_logs_get_the_figures_of_the_last_plan():
     callback.on_log(ARGUMENTS, None, None, logs=after)
     assert during["dta/compression"] == expected.compression and during["dta/tokens"] == 48
     assert before == after == {"loss": 1.0} and evaluation == {"eval_loss": 1.0}
+
+
+@pytest.fixture
+def calls():
+    """Arguments that reach the compiled call of a Qwen3-VL under the callback, and the model."""
+    model, arguments = vision.build("qwen3_vl"), []
+    model._compiled_call_impl = lambda **given: arguments.append(given)
+    callback = dta_compile.DTACallback()
+    callback.on_train_begin(ARGUMENTS, None, None, model=model)
+    return types.SimpleNamespace(model=model, arguments=arguments, callback=callback)
+
+
+def test_positions_of_images_are_the_models_own(calls):
+    call = vision.inputs("qwen3_vl", [[5, "a", 7], [5, "a", 7, 8]])
+    text = {name: call[name] for name in ("input_ids", "attention_mask")}
+    calls.model(**call)
+    calls.model(**text)
+    (with_images, without) = calls.arguments
+    assert "position_ids" not in with_images
+    assert torch.equal(without["position_ids"][1], torch.arange(text["input_ids"].shape[1]))
+
+
+def test_generation_is_not_compiled(calls):
+    call = vision.inputs("qwen3_vl", [[5, "a", 7], [5, "a", 7, 8]])
+    with torch.no_grad():
+        outputs = calls.model.generate(**call, max_new_tokens=2, do_sample=False)
+    assert outputs.shape[1] == call["input_ids"].shape[1] + 2 and not calls.arguments
+
+
+def test_different_images_do_not_count_as_shared(calls):
+    """Images of different sizes, between the same text; "d" has as many tokens as "a"."""
+    for rows in ([[5, "a", 7], [5, "a", 7]], [[5, "a", 7], [5, "d", 7, "b"]]):
+        calls.model(**vision.inputs("qwen3_vl", rows))
+    arguments = types.SimpleNamespace(gradient_accumulation_steps=2, per_device_train_batch_size=2)
+    calls.callback.on_step_end(arguments, None, None)
+    assert (calls.callback.now, calls.callback.possible) == (20 / (4 + 11), 20 / 11)

@@ -20,6 +20,7 @@ from torch._dynamo.variables import UserFunctionVariable
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dta_compile.capture.dynamo import examples, graph_being_traced, outside_of_trace
+from dta_compile.integrations.layer_groups import gather_all
 from dta_compile.integrations.tracing import traces_for_this_backend
 from dta_compile.ops.feature_tables import unequal_counts
 from dta_compile.registration import when_loaded
@@ -57,6 +58,7 @@ def encode(handle: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not _is_traced(tensors):
         return encoder(*tensors)
     with outside_of_trace():
+        gather_all()
         encoder.learn(examples(tensors))
     per_entry = encoder.form.per_entry
     if per_entry > 1:  # which depends on the sizes of images

@@ -21,7 +21,7 @@ from dta_compile.errors import OptionError, PlanError
 from dta_compile.files import write_output
 from dta_compile.options import MOST_BYTES, as_bytes
 from dta_compile.plan import PrefixTree
-from dta_compile.plan.tree.split_prefixes import with_routes
+from dta_compile.plan.tree.split_prefixes import with_keys
 
 Number = TypeVar("Number", int, float)
 MOST = 2**62  # largest count that an argument may have
@@ -149,7 +149,7 @@ def leaves_only(sequences: list[Recorded]) -> list[Recorded]:
 def tree_of(sequences: list[Recorded]) -> PrefixTree:
     """Build the prefix tree of sequences; rows are shared only where recorded routes agree."""
     tokens, routes = [sequence.tokens for sequence in sequences], routes_of(sequences)
-    return PrefixTree.build(tokens) if routes is None else with_routes(tokens, routes)[0]
+    return PrefixTree.build(tokens) if routes is None else with_keys(tokens, routes)[0]
 
 
 def routes_of(sequences: list[Recorded]) -> list[Any] | None:

@@ -19,6 +19,7 @@ logger = logging.getLogger("dta_compile")
 LOST = 1.25
 # Below this compression rows have nothing to gain, however they are batched.
 NOTHING = 1.1
+CACHES = ("past_key_values", "cache")  # names of the KV cache in releases of transformers
 
 
 class DTACallback(TrainerCallback):  # type: ignore[misc]
@@ -32,7 +33,8 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
 
     TRL pads prompts on the left, and transformers then counts positions by column, so that prompts of different lengths
     have no token in common. Rotary embeddings depend on differences of positions only: models that have them are called
-    with positions that start at the first token of each row, as in generation.
+    with positions that start at the first token of each row, as in generation. Positions in several axes (M-RoPE) of
+    calls with images are the model's own, which begin there by themselves. Generation is left to the model, uncompiled.
 
     Args:
         options: options of `torch.compile(..., backend="dta", options=...)`.
@@ -77,15 +79,18 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
 
     def _wrap(self, module: torch.nn.Module) -> None:
         """Wrap the call of the compiled module; hooks would become part of its graph."""
-        shifts = positions_are_relative(module)
+        shifts, has_axes = positions_are_relative(module), has_position_axes(module)
 
         def call_aligned(*args: Any, **kwargs: Any) -> Any:
+            if _continues_cache(kwargs) and not torch.is_grad_enabled():  # generation, which has nothing to share
+                return uncompiled(*args, **kwargs)
             if self._observes and module.training and torch.is_grad_enabled():
-                self._batches.append(_sequences(*args, **kwargs))
-            return call(*args, **(with_positions(kwargs) if shifts else kwargs))
+                self._batches.append(_sequences(*args, **with_images(kwargs, module)))
+            return call(*args, **(with_positions(kwargs, has_axes) if shifts else kwargs))
 
         # `last_plan` finds the compiled callable through this cell of the function.
         call: Any = module._compiled_call_impl
+        uncompiled: Any = module._call_impl
         self._compiled, self._call = module, call
         module._compiled_call_impl = call_aligned
 
@@ -109,17 +114,47 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
             )
 
 
-def with_positions(inputs: dict[str, Any]) -> dict[str, Any]:
+def with_positions(inputs: dict[str, Any], has_axes: bool = False) -> dict[str, Any]:
     """Add positions `[B, S]` that count the tokens of each row to the arguments of a call with padded rows.
 
     Other calls, and calls that continue a cache, are unchanged.
+
+    Args:
+        has_axes: the model computes positions in several axes from images (or other media), in calls that have them.
     """
     mask, ids = inputs.get("attention_mask"), inputs.get("input_ids")
     if inputs.get("position_ids") is not None or not isinstance(mask, torch.Tensor) or ids is None:
         return inputs
-    if mask.shape != ids.shape or inputs.get("past_key_values") is not None:
+    if mask.shape != ids.shape or _continues_cache(inputs):
+        return inputs
+    if has_axes and any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in inputs.values()):
         return inputs
     return {**inputs, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
+
+
+def with_images(inputs: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """Replace the ids of placeholder tokens by numbers of their images, so that only equal images count as shared.
+
+    Images are patches with `image_grid_thw`, or entries of `pixel_values` `[images, 3, H, W]`. Others are left out.
+    """
+    pixels, grids, ids = (inputs.get(name) for name in ("pixel_values", "image_grid_thw", "input_ids"))
+    config = getattr(model, "config", None)
+    placeholder = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+    if pixels is None or ids is None or placeholder is None or (grids is None and pixels.dim() != 4):
+        return inputs
+    sizes = [1] * len(pixels) if grids is None else grids.prod(-1).tolist()
+    ids = ids.cpu()
+    is_image = ids == placeholder
+    tokens = torch.tensor([size * int(is_image.sum()) // sum(sizes) for size in sizes])
+    if int(tokens.sum()) != int(is_image.sum()):  # the model makes another number of features of each
+        return inputs
+    numbers = [hash(image.detach().float().cpu().numpy().tobytes()) for image in pixels.split(sizes)]
+    of_tokens = torch.tensor(numbers, dtype=torch.int64).repeat_interleave(tokens)
+    return {**inputs, "input_ids": ids.masked_scatter(is_image, of_tokens)}
+
+
+def _continues_cache(inputs: Mapping[str, Any]) -> bool:
+    return any(inputs.get(name) is not None for name in CACHES)
 
 
 def positions_are_relative(model: torch.nn.Module) -> bool:
@@ -131,6 +166,11 @@ def positions_are_relative(model: torch.nn.Module) -> bool:
     rope = getattr(text, "rope_parameters", None) or {}
     scales = getattr(text, "attn_temperature_tuning", None) or rope.get("llama_4_scaling_beta")
     return not scales and any(name.endswith("rotary_emb") for name, _ in model.named_modules())
+
+
+def has_position_axes(model: torch.nn.Module) -> bool:
+    """Return whether a model counts positions in several axes: tokens of an image by row and column (M-RoPE)."""
+    return any(hasattr(module, "get_rope_index") for module in model.modules())
 
 
 def compressions(batches: Sequence[Sequence[Any]]) -> tuple[float, float]:

@@ -4,7 +4,8 @@ verl imports this module through the entry-point group "verl.plugins". The engin
 except for three points: a rank's mini-batch (or all rows whose log-probs are computed) is one micro-batch, so that all
 its rows share prefixes; log-probs and entropies come from one compiled function, so that no logits are returned; and
 gradient checkpointing is off, since the plan decides about recomputation. The loss, its normalisation, gradient
-clipping, the optimiser, offloading and checkpoints are verl's.
+clipping, the optimiser, offloading and checkpoints are verl's. Models that take images run transformers' own `forward`,
+whose encoders run once per distinct image, in place of the one that verl gives their classes.
 
 verl is imported here only. Supported: 0.9.1.
 """
@@ -15,20 +16,23 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from verl.utils import tensordict_utils
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.config import FSDPEngineConfig
 from verl.workers.config.engine import EngineConfig
 from verl.workers.engine.base import BaseEngine, EngineRegistry
+from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
-from dta_compile.errors import OptionError, RefusalError
+from dta_compile.errors import OptionError, RefusalError, RuntimeContractError
 from dta_compile.options import Options
 
 logger = logging.getLogger("dta_compile")
@@ -37,6 +41,8 @@ DEVICES = ["cuda", "cpu"]
 # Names of per-token outputs of verl besides log-probs, by the setting that requests them.
 EXTRA_VALUES = {"calculate_entropy": "entropy", "calculate_sum_pi_squared": "sum_pi_squared"}
 INPUTS = {"input_ids", "attention_mask", "position_ids"}
+# Entries of multi_modal_inputs that models do not read: a count of verl's, and what positions were computed from.
+NOT_OF_MODELS = {"images_seqlens", "mm_token_type_ids"}
 LEAST_TEMPERATURE = 1e-8  # verl's
 
 Values = dict[str, torch.Tensor]
@@ -99,7 +105,9 @@ class DTAEngine(FSDPEngineWithLMHead):
         """Return the loss of a micro-batch, with its graph, and the outputs and metrics that verl reports."""
         micro_batch = micro_batch.to(get_device_id())
         inputs, of_inputs = self.prepare_model_inputs(micro_batch=micro_batch)
+        inputs = {name: value for name, value in inputs.items() if name not in NOT_OF_MODELS}
         _check_data(micro_batch, inputs)
+        self._require_same_media(sorted(inputs.keys() - INPUTS))
         with self._autocast():
             values = self._values(micro_batch, inputs, of_inputs)
             if loss_function is None:
@@ -108,6 +116,22 @@ class DTAEngine(FSDPEngineWithLMHead):
                 group = self.get_data_parallel_group()
                 loss, metrics = loss_function(model_output=values, data=micro_batch, dp_group=group)
         return loss, {"model_output": detach_tree(values), "loss": loss.detach().item(), "metrics": metrics}
+
+    def _require_same_media(self, names: list[str]) -> None:
+        """Raise unless all ranks have the same media: those that encode images gather all parameters together."""
+        config, ranks = self.model_config.hf_config, self.get_data_parallel_size()
+        if ranks == 1 or config.get_text_config() is config:
+            return
+        of_ranks: list[Any] = [None] * ranks
+        dist.all_gather_object(of_ranks, names, self.get_data_parallel_group())
+        if any(others != names for others in of_ranks):
+            raise RuntimeContractError(
+                "some ranks have images (or other media) in their rows, and others have none",
+                where="multi_modal_inputs",
+                expected="the same entries on every rank",
+                got="; ".join(f"rank {rank}: {', '.join(own) or 'none'}" for rank, own in enumerate(of_ranks)),
+                hint="deal rows without images out evenly, or give each a small image",
+            )
 
     def _values(self, micro_batch: Any, inputs: dict[str, Any], of_inputs: dict[str, Any]) -> Values:
         """Return per-token values by name in verl's layout: nested tensors with one row per sequence."""
@@ -121,6 +145,9 @@ class DTAEngine(FSDPEngineWithLMHead):
 
     def _build_module(self) -> nn.Module:
         module: nn.Module = super()._build_module()
+        for part in module.modules():
+            if type(part) in _forwards:
+                part.forward = types.MethodType(_forwards[type(part)], part)
         if self.model_config.enable_gradient_checkpointing:
             module.gradient_checkpointing_disable()  # type: ignore[operator]
             if self.rank == 0:
@@ -139,6 +166,23 @@ class DTAEngine(FSDPEngineWithLMHead):
         else:
             with torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype):
                 yield
+
+
+# By class of a model's part, the `forward` that verl replaced.
+_forwards: dict[type[nn.Module], Callable[..., Any]] = {}
+_patch_of_verl = transformer_impl.apply_monkey_patch
+
+
+def _patch(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Apply verl's patches of the classes of a model, for whichever engine, and keep what they replace."""
+    before = {type(part): type(part).forward for part in model.modules()}
+    _patch_of_verl(model, *args, **kwargs)
+    for cls, forward in before.items():
+        if cls.forward is not forward:
+            _forwards.setdefault(cls, forward)
+
+
+transformer_impl.apply_monkey_patch = _patch
 
 
 @EngineRegistry.register(model_type="value_model", backend="dta", device=DEVICES)
@@ -244,12 +288,13 @@ def _check_data(micro_batch: Any, inputs: Mapping[str, Any]) -> None:
                 where=name,
                 hint="use strategy=fsdp2",
             )
-    others = sorted(inputs.keys() - INPUTS)
-    if others or inputs["position_ids"].dim() == 3:
+    lists = sorted(name for name, value in inputs.items() if isinstance(value, (list, tuple)))
+    if lists:
         raise RefusalError(
-            "verl's strategy dta gives models tokens and positions, and nothing else",
-            where=", ".join(others) or "position_ids with three dimensions",
-            hint="use strategy=fsdp2 for models that take images",
+            "verl's strategy dta takes images as tensors over those of a batch",
+            where=f"multi_modal_inputs: {', '.join(lists)}",
+            got="a list with an entry per row",
+            hint="use strategy=fsdp2 for this model",
         )
 
 

@@ -19,6 +19,7 @@ from dta_compile.plan.simulate import interpret
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.lexicographic import as_integers, each
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
+from dta_compile.plan.tree.split_prefixes import Images
 from dta_compile.views.page import Column, compressed_size, decoder, page, tokens_in
 
 # Most deflated bytes of all data; with base64 and the scripts the page stays just below 3 MB. Tokens get the bytes that
@@ -46,6 +47,7 @@ class Known:
         rewards: a number for every sequence.
         loss_masks: tokens that are trained on, for every sequence: a boolean mask `[n]`, or half-open ranges.
         names: name of every sequence.
+        images: their images.
     """
 
     sequences: Iterable[Any] | None = None
@@ -53,6 +55,7 @@ class Known:
     rewards: Iterable[float] | None = None
     loss_masks: Iterable[Any] | None = None
     names: Iterable[str] | None = None
+    images: Images | None = None
 
 
 def picture(
@@ -218,10 +221,19 @@ def _tokens(tree: PrefixTree, known: Known, most: int) -> tuple[dict[str, Column
     arrays = _sequences(tree, known.sequences)
     columns = (arrays[i][start:stop] for i, start, stop in zip(tree.sequence, tree.start, tree.stop, strict=True))
     rows = np.concatenate([np.zeros(0, np.int64), *(column.astype(np.int64) for column in columns)])
-    tokens = tokens_in(rows, tree.stop - tree.start, decode, most)
+    tokens = tokens_in(rows, tree.stop - tree.start, decode, most, _units(tree, known.images))
     facts = {"ends": tokens.ends, "texts": list(tokens.texts) if decode is not None else None, "roles": ROLES}
     roles = {} if decode is None else _roles(tree, rows, decode)
     return {"token": tokens.entries, "vocabulary": tokens.ids} | roles, facts
+
+
+def _units(tree: PrefixTree, images: Images | None) -> dict[tuple[int, int], str]:
+    """Return the texts of images by their ranges of tree tokens."""
+    texts: dict[tuple[int, int], str] = {}
+    for index, start, stop, number in images.spans(tree.lengths.tolist()) if images is not None else ():
+        for place in tree.row_ranges(index, start, stop):
+            texts[place] = f"⟨image {number}, {stop - start} tokens⟩"
+    return texts
 
 
 def _roles(tree: PrefixTree, rows: IntArray, decode: Callable[[list[int]], str]) -> dict[str, Column]:

@@ -23,7 +23,7 @@ from dta_compile.plan.summary import Estimates, Stats, scalars, summarize
 from dta_compile.plan.timeline import processes, tree_as_speedscope
 from dta_compile.plan.tree.lexicographic import each
 from dta_compile.plan.tree.prefix_tree import PrefixTree
-from dta_compile.plan.tree.split_prefixes import SplitPrefixes, with_routes
+from dta_compile.plan.tree.split_prefixes import Images, SplitPrefixes, with_keys
 from dta_compile.plan.verify import verify
 from dta_compile.views.traces.chrome import Process, as_chrome_trace
 
@@ -43,6 +43,7 @@ class Plan:
         split: keys that split prefixes of equal tokens; None: there are none.
         limits: properties of the model and the machine that the planner used.
         sequences: token ids of every sequence, if known (a compiled call does not keep them).
+        images: images of every sequence, if known (a compiled call only counts them, in `estimates.notes`).
     """
 
     prefix_tree: PrefixTree
@@ -55,6 +56,7 @@ class Plan:
     split: SplitPrefixes | None = None
     limits: Limits = dataclasses.field(default_factory=Limits)
     sequences: Sequence[Any] | None = None
+    images: Images | None = None
 
     @cached_property
     def tokens_lost(self) -> dict[str, int]:
@@ -108,6 +110,7 @@ class Plan:
         rewards: Iterable[float] | None = None,
         loss_masks: Iterable[Any] | None = None,
         names: Iterable[str] | None = None,
+        images: Iterable[Any] | None = None,
         title: str = "dta plan",
     ) -> None:
         """Write the plan as one HTML file that opens from disk and needs no network.
@@ -124,6 +127,8 @@ class Plan:
             loss_masks: for every sequence the tokens that are trained on, to colour by: a boolean mask `[n]`, or
                 half-open ranges `(start, stop)` such as `Rollout.spans`.
             names: name of every sequence; by default s0, s1, ...
+            images: for every sequence, `(start, stop, image)` of the tokens of each image, as in `plan`; with a
+                tokenizer, each is shown as one unit. By default `self.images`.
             title: title of the page.
 
         Raises:
@@ -131,7 +136,7 @@ class Plan:
             OSError: the file cannot be written.
         """
         ids = self.sequences if sequences is None else sequences
-        known = Known(ids, tokenizer, rewards, loss_masks, names)
+        known = Known(ids, tokenizer, rewards, loss_masks, names, Images.of(images) if images else self.images)
         facts = {"summary": str(self), "stats": dataclasses.asdict(self.stats), "shared": self.prefix_tree.shared}
         text = picture(self.prefix_tree, self.schedule, self.limits, facts, known, title)
         write_output(path, text)
@@ -175,7 +180,7 @@ class Plan:
 
     def __str__(self) -> str:
         facts = self.stats, self.prefix_tree, self.schedule, self.reason, self.estimates
-        return summarize(*facts, self.segments, self.tokens_lost)
+        return summarize(*facts, self.segments, self.tokens_lost, self.images)
 
     def __repr__(self) -> str:
         sequences, ops = len(self.prefix_tree.lengths), len(self.schedule.ops)
@@ -220,6 +225,7 @@ def plan(
     kv_bytes_per_token: float = 0.0,
     state_bytes: float = 0.0,
     routes: Iterable[Any] | None = None,
+    images: Iterable[Any] | None = None,
     **options: Any,
 ) -> Plan:
     """Plan a batch, without a model and without torch.
@@ -232,12 +238,14 @@ def plan(
         state_bytes: bytes of the running states of the recurrent layers at one depth; 0: the model has none.
         routes: for every sequence, integers `[n, ...]` that were recorded for its tokens and are replayed, such as the
             experts of every layer. Tokens are shared only where they are equal.
+        images: for every sequence, `(start, stop, image)` of the placeholder tokens of each image (or another medium).
+            Equal images have an equal `image`, which may be a number, a hash or a path; only these share tokens.
         options: as in `torch.compile(..., options={...})` (see `Options`). Without a `memory_budget` all graphs are
             kept from forward to backward.
 
     Raises:
         OptionError: an unknown option or a bad value.
-        PlanError: a sequence that is not a run of integers, routes that do not fit, or an unknown mode.
+        PlanError: a sequence that is not a run of integers, routes or images that do not fit, or an unknown mode.
     """
     parsed = Options.parse(options)
     if parsed.memory_budget and (bytes_per_token is None or bytes_per_token <= 0):
@@ -253,10 +261,11 @@ def plan(
     limits, split = Limits(parsed.memory_budget, footprint), None
     ids = None if isinstance(sequences, PrefixTree) else each(sequences)
     tree: Iterable[Any] | PrefixTree = sequences if ids is None else ids
-    if routes is not None:
-        tree, split = with_routes(tree, routes)
+    numbered = None if images is None else Images.of(images)
+    if routes is not None or numbered is not None:
+        tree, split = with_keys(tree, routes, numbered)
     planned = make_plan(tree, parsed, mode=mode, limits=limits, split=split)
-    return dataclasses.replace(planned, sequences=ids)
+    return dataclasses.replace(planned, sequences=ids, images=numbered)
 
 
 def _ratio(numerator: int, denominator: int) -> float:

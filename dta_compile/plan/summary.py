@@ -14,6 +14,7 @@ import numpy as np
 from dta_compile.plan.schedule import Forward, Op, Schedule
 from dta_compile.plan.simulate import Work
 from dta_compile.plan.tree.prefix_tree import PrefixTree
+from dta_compile.plan.tree.split_prefixes import Images
 
 _WIDTH = 100
 _LOW_SHARING = 2.0  # compression below which the summary explains itself
@@ -132,6 +133,7 @@ def summarize(
     estimates: Estimates,
     segments: Sequence[tuple[int, int]] | None = None,
     tokens_lost: Mapping[str, int] | None = None,
+    images: Images | None = None,
 ) -> str:
     """Format counts, strategy and reason, ops by kind and peaks in at most 24 lines of 100 columns."""
     kinds = Counter(type(op).__name__.lower() for op in schedule.ops)
@@ -159,6 +161,8 @@ def summarize(
     ]
     if tokens_lost:
         rows.insert(2, ("split", _split(stats, tokens_lost)))
+    if images is not None:
+        rows.insert(1, ("images", str(images)))
     if segments is not None:
         rows.insert(0, ("packed", _packed(segments)))
     title = f"dta plan: {stats.sequences:,} sequences, {stats.tokens:,} tokens, {stats.tree_tokens:,} to run"

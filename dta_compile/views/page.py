@@ -15,6 +15,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -126,7 +127,13 @@ class Tokens:
     ends: int | None
 
 
-def tokens_in(rows: npt.NDArray[Any], lengths: Integers, decode: Decode | None, most: int) -> Tokens:
+def tokens_in(
+    rows: npt.NDArray[Any],
+    lengths: Integers,
+    decode: Decode | None,
+    most: int,
+    units: Mapping[tuple[int, int], str] = MappingProxyType({}),
+) -> Tokens:
     """Select as many tokens as fit in `most` deflated bytes, and decode them.
 
     Args:
@@ -134,6 +141,7 @@ def tokens_in(rows: npt.NDArray[Any], lengths: Integers, decode: Decode | None, 
         lengths: `[M]` number of tokens of every segment.
         decode: decodes token ids to text; None: there is no tokenizer.
         most: bytes; the first and last token of every segment are kept even if they take more.
+        units: texts of ranges of tokens that are shown as one, by start and stop; left out without a tokenizer.
     """
     for ends in (None, *ENDS):
         kept = np.ones(len(rows), np.bool_) if ends is None else _kept(lengths, ends)
@@ -148,7 +156,21 @@ def tokens_in(rows: npt.NDArray[Any], lengths: Integers, decode: Decode | None, 
     ids, entries = _by_frequency(rows[kept])
     if decode is None:
         return Tokens(entries, ids, (), ends)
-    return _with_texts(Tokens(entries, ids, (), ends), decode, _neighbours(lengths, kept))
+    tokens = _with_texts(Tokens(entries, ids, (), ends), decode, _neighbours(lengths, kept))
+    return _with_units(tokens, np.flatnonzero(kept), units) if units else tokens
+
+
+def _with_units(tokens: Tokens, positions: Integers, units: Mapping[tuple[int, int], str]) -> Tokens:
+    """Give the first token of each unit its text, and the others none, as in a character of several tokens."""
+    entries, known = tokens.entries.copy(), len(tokens.ids)
+    added: dict[tuple[int, str], int] = {}
+    for (start, stop), text in units.items():
+        first, last = np.searchsorted(positions, (start, stop)).tolist()
+        for place in range(first, last):
+            piece = int(tokens.ids[tokens.entries[place]]), text if place == first else ""
+            entries[place] = added.setdefault(piece, known + len(added))
+    ids = np.concatenate([tokens.ids, np.array([number for number, _ in added], np.int64)])
+    return Tokens(entries, ids, (*tokens.texts, *(text for _, text in added)), tokens.ends)
 
 
 def decoder(tokenizer: Any) -> Decode:

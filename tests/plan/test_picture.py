@@ -199,3 +199,28 @@ def test_thousands_of_rollouts_without_any_order_fit_in_3_megabytes(chunk_size, 
 def test_small_plans(sequences, page_of):
     page = page_of(plan(sequences))
     assert len(page.columns["order"]) == len(sequences)
+
+
+class Letters:
+    def decode(self, ids):
+        return "".join(chr(96 + number) for number in ids)
+
+
+def test_an_image_is_one_unit_and_different_images_fork(page_of):
+    """Two sequences begin with one image, the third with another of the same tokens."""
+    sequences = [[1, 9, 9, 9, 2], [1, 9, 9, 9, 3, 9, 9], [1, 9, 9, 9, 2]]
+    images = [[(1, 4, "x")], [(1, 4, "x"), (5, 7, "y")], [(1, 4, "z")]]
+    made = plan(sequences, images=images)
+    assert made.prefix_tree.num_rows == 1 + 3 + 1 + 3 + 3 + 1
+    assert "images    4 in the sequences, 3 different, each encoded once" in str(made)
+    page = page_of(made, tokenizer=Letters())
+    texts = [page.facts["texts"][entry] for entry in page.columns["token"]]
+    assert "".join(texts) == "a⟨image 1, 3 tokens⟩bc⟨image 2, 2 tokens⟩⟨image 3, 3 tokens⟩b"
+    assert set(page.facts["texts"][:4]) == set("abci"), "texts of whole ids come first"
+    assert plan(sequences).prefix_tree.num_rows == 8
+
+
+@pytest.mark.parametrize("images", [[[(1, 4, 0)]], [[], [], [(4, 6, 0)]]])
+def test_images_that_do_not_fit_are_refused(images):
+    with pytest.raises(PlanError, match="images do not fit"):
+        plan([[1, 9, 9, 9, 2]] * 3, images=images)

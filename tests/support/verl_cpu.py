@@ -26,6 +26,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 
 from dta_compile.data import Rollout
+from tests.support import vision
 
 FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 REFERENCE = "fsdp2"
@@ -149,6 +150,43 @@ def nested_rollouts(vocabulary: int, seed: int = 0) -> list[Rollout]:
     return rollouts
 
 
+@dataclasses.dataclass(frozen=True)
+class ImageRollout(Rollout):
+    """A rollout of a model that takes images.
+
+    Attributes:
+        media: its entry of verl's `multi_modal_inputs`.
+        positions: `[4, n]` of its tokens: in the text, then in three axes.
+    """
+
+    media: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    positions: torch.Tensor = dataclasses.field(default_factory=lambda: torch.zeros(4, 0))
+
+
+def image_rollouts(model: Any) -> list[ImageRollout]:
+    """Return rollouts of a Qwen3-VL: episodes of turns with an image each, every turn one, and one without images."""
+    rollouts = []
+    for group, (first, second) in enumerate(("ab", "ac", "ac")):
+        turn: list[int | str] = [5, 6, first, 7, 8, 20 + group]
+        for number, row in enumerate([turn, [*turn, second, 3, 30 + group, 4]], 1):
+            rollouts.append(_image_rollout(model, row, group, number))
+    return [*rollouts, _image_rollout(model, [5, 6, 4, 4, 9], 3, 1)]
+
+
+def _image_rollout(model: Any, row: list[int | str], group: int, turn: int) -> ImageRollout:
+    call = vision.inputs("qwen3_vl", [row])
+    ids, types = call.pop("input_ids"), call.pop("mm_token_type_ids")
+    mask, grids = call.pop("attention_mask"), call.get("image_grid_thw")
+    axes = model.model.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grids, attention_mask=mask)[0]
+    positions = torch.cat([torch.arange(ids.shape[1])[None], axes[:, 0]])
+    media = {name: value.float() if value.is_floating_point() else value for name, value in call.items()}
+    if media:
+        media |= {"images_seqlens": grids[:, 1] * grids[:, 2], "mm_token_type_ids": types}
+    own = (0.5, 0.5 - group, 0.5, group, 0, group, turn, turn == 2)
+    spans = ((ids.shape[1] - 2, ids.shape[1]),)
+    return ImageRollout(ids[0].numpy().astype(np.int32), spans, *own, media=media, positions=positions)
+
+
 def engine_of(strategy: str, path: str, settings: Settings) -> Any:
     """Build verl's engine of a strategy like its workers do."""
     model_config = HFModelConfig(
@@ -208,12 +246,12 @@ def data_of(rollouts: Sequence[Rollout], settings: Settings, old_logprobs: torch
         "advantages": advantages,
         "old_log_probs": [torch.zeros_like(values) for values in advantages],
         "input_ids": whole,
-        "position_ids": [torch.arange(len(values)) for values in whole],
+        "position_ids": [getattr(one, "positions", torch.arange(len(one))) for one in rollouts],
     }
     nested = {name: torch.nested.as_nested_tensor(list(parts), layout=torch.jagged) for name, parts in tensors.items()}
     if old_logprobs is not None:
         nested["old_log_probs"] = old_logprobs
-    return tensordict_utils.get_tensordict(
+    data = tensordict_utils.get_tensordict(
         nested,
         {
             "temperature": settings.temperature,
@@ -225,6 +263,9 @@ def data_of(rollouts: Sequence[Rollout], settings: Settings, old_logprobs: torch
             "global_batch_size": len(rollouts) * dist.get_world_size(),
         },
     )
+    if isinstance(rollouts[0], ImageRollout):
+        tensordict_utils.assign_non_tensor_stack(data, "multi_modal_inputs", [one.media for one in rollouts])
+    return data
 
 
 def response_values(values: torch.Tensor, data: Any) -> torch.Tensor:

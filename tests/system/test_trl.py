@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import pathlib
+import re
 import sys
 
 import pytest
@@ -104,6 +105,27 @@ def test_a_trainer_ends_at_the_weights_of_eager(way, compiled):
     assert trainers.difference(eager, ours) < 1e-6
     assert ours.losses == pytest.approx(eager.losses, abs=1e-5)
     assert len({id(plan) for plan in ours.plans}) == trainers.UPDATES
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("way", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sft", "dpo"))])
+def test_a_trainer_with_images_ends_at_the_weights_of_eager(way):
+    """Screens of episodes, whose encoder runs once for each; prompts of several lengths are padded on the left."""
+    pytest.importorskip("PIL")
+    from tests.support import screens
+
+    make = getattr(screens, way)
+    eager, ours = trainers.train(make), trainers.train(make, trainers.callback)
+    assert trainers.moved(eager) > 1e-2
+    assert trainers.difference(eager, ours) < 1e-6
+    assert ours.losses == pytest.approx(eager.losses, abs=1e-5)
+    assert len({id(plan) for plan in ours.plans}) == trainers.UPDATES
+    assert all(plan.stats.compression > 1.7 for plan in ours.plans)
+    units = [
+        re.search(r"(\d+) images .*, (\d+) different and encoded", " ".join(plan.estimates.notes))
+        for plan in ours.plans
+    ]
+    assert all(int(unit[2]) < 0.6 * int(unit[1]) for unit in units)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from verl.workers.engine.base import EngineRegistry
 import dta_compile
 from dta_compile.errors import OptionError, RefusalError
 from dta_compile.integrations.verl_engine import DTAEngineConfig
+from tests.support import vision
 from tests.support.verl_cpu import (
     REFERENCE,
     VOCABULARY,
@@ -27,6 +28,7 @@ from tests.support.verl_cpu import (
     actor_of,
     data_of,
     engine_of,
+    image_rollouts,
     nested_rollouts,
     save_model,
     train,
@@ -94,6 +96,21 @@ def test_updates_end_at_the_weights_of_verl(checkpoint, rollouts, remove_padding
     plan = dta_compile.last_plan(engine.token_values)
     assert plan.stats.sequences == len(rollouts)  # all of them at once
     assert plan.stats.compression > 1.5
+
+
+@pytest.mark.parametrize("remove_padding", [True, False], ids=["packed", "padded"])
+def test_images_are_shared(tmp_path, remove_padding):
+    """Positions in three axes, a row without images; verl's own engine replaces `forward` of the same classes."""
+    model = vision.build("qwen3_vl", torch.float32)
+    model.save_pretrained(tmp_path)
+    settings = Settings(remove_padding=remove_padding, entropy=0.01)
+    ours, expected, start, engine = both(str(tmp_path), image_rollouts(model), settings)
+    large = {name: value for name, value in start.items() if "mlp" in name and value.dim() > 1}
+    assert {name.split(".")[1] for name in large} == {"visual", "language_model"}
+    assert_same_training(ours, expected, large)
+    plan = dta_compile.last_plan(engine.token_values)
+    assert plan.stats.compression > 1.5
+    assert "9 images (or other media), 3 different and encoded" in str(plan)
 
 
 def test_adapters_are_trained(checkpoint, rollouts):
@@ -170,7 +187,7 @@ def test_data_that_does_not_work_is_refused(checkpoint, rollouts, key):
     settings = Settings()
     engine, data = engine_of("dta", checkpoint, settings), data_of(rollouts, settings)
     if key == "multi_modal_inputs":
-        tensordict_utils.assign_non_tensor_stack(data, key, [{"pixel_values": torch.zeros(1, 2)}] * len(rollouts))
+        tensordict_utils.assign_non_tensor_stack(data, key, [{"image_bound": torch.zeros(1, 2)}] * len(rollouts))
     else:
         tensordict_utils.assign_non_tensor(data, **{key: True})
     with pytest.raises(RefusalError, match="dta"), engine.eval_mode():

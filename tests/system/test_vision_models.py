@@ -79,6 +79,30 @@ def test_positions_are_passed():
     assert "3 different" in check("qwen2_vl", compiled, model, ROWS[:4], positions)[1]
 
 
+def test_packed_rows_share_where_their_positions_are_equal():
+    """Positions `[4, 1, T]`: in the text, which say where sequences begin, and in three axes."""
+    model = build("qwen2_vl")
+    compiled = torch.compile(model, backend="dta", options={"codegen": "eager"})
+    packed, expected = {}, []
+    for row in ROWS[:4]:
+        call = inputs("qwen2_vl", [row])
+        mask, types = call.pop("attention_mask"), call.pop("mm_token_type_ids")
+        axes, _ = model.model.get_rope_index(
+            call["input_ids"], mm_token_type_ids=types, image_grid_thw=call["image_grid_thw"], attention_mask=mask
+        )
+        call["position_ids"] = torch.cat([torch.arange(mask.shape[1])[None, None], axes])
+        expected.append(model(**call, use_cache=False).logits)
+        for name, value in call.items():
+            packed.setdefault(name, []).append(value)
+    of_tokens = {"input_ids": 1, "position_ids": 2}
+    packed = {name: torch.cat(values, of_tokens.get(name, 0)) for name, values in packed.items()}
+    logits = compiled(**packed, use_cache=False).logits
+    assert (logits - torch.cat(expected, 1)).abs().max() < FLOAT32_ISLANDS * torch.cat(expected, 1).abs().max()
+    plan = dta_compile.last_plan(compiled)
+    assert plan.stats.sequences == 4 and plan.stats.compression > 1.3
+    assert "3 different" in str(plan)
+
+
 def test_counts_of_placeholders_and_features_are_checked():
     model = build("llava")
     compiled = torch.compile(model, backend="dta", options={"codegen": "eager"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,29 +67,78 @@ class SplitPrefixes:
         return combine(others, len(self.codes[names[0]]))
 
 
-def with_routes(
-    sequences: Iterable[Any] | PrefixTree, routes: Iterable[Any]
+def with_keys(
+    sequences: Iterable[Any] | PrefixTree, routes: Iterable[Any] | None, images: Images | None = None
 ) -> tuple[PrefixTree, SplitPrefixes | None]:
-    """Build the tree of sequences that share tokens only where routes are equal, and what the routes split.
+    """Build the tree of sequences that share tokens only where routes and images are equal, and what the routes split.
 
     Args:
         sequences: 1-D integer sequences.
         routes: for every sequence, integers `[n, ...]`.
+        images: for every sequence, what `Images` says.
 
     Raises:
         PlanError: a sequence or its routes are not integers, or differ in length; or `sequences` is a tree.
     """
     if isinstance(sequences, PrefixTree):
-        raise PlanError("a tree has no tokens to be told apart by routes", expected="sequences of token ids")
+        raise PlanError("a tree has no tokens to be told apart by routes or images", expected="sequences of token ids")
     ids = [as_integers(sequence, f"sequence {index}") for index, sequence in enumerate(sequences)]
-    recorded = _as_routes(routes, [len(sequence) for sequence in ids])
     begins = np.cumsum([0, *map(len, ids)])[:-1]
     tokens = np.concatenate([np.zeros(0, np.int64), *(sequence.astype(np.int64) for sequence in ids)])
-    rows = [route for route in recorded if route.size]
-    codes = {"token ids": tokens, "routes": codes_of(np.concatenate(rows)) if rows else np.zeros_like(tokens)}
+    codes = {"token ids": tokens}
+    if images is not None:
+        codes["images"] = np.zeros_like(tokens)
+        for index, start, stop, number in images.spans([len(sequence) for sequence in ids]):
+            codes["images"][begins[index] + start : begins[index] + stop] = number
+    if routes is not None:
+        rows = [route for route in _as_routes(routes, [len(sequence) for sequence in ids]) if route.size]
+        codes["routes"] = codes_of(np.concatenate(rows)) if rows else np.zeros_like(tokens)
     combined = combine(list(codes.values()), len(tokens))
     tree = PrefixTree.build(np.split(combined, begins[1:]) if ids else [])
-    return tree, SplitPrefixes.of(tree, codes, begins, ["routes"])
+    return tree, None if routes is None else SplitPrefixes.of(tree, codes, begins, ["routes"])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Images:
+    """Images (or other media) of sequences.
+
+    Attributes:
+        of_sequences: for every sequence, `(start, stop, image)` of the placeholder tokens of each image. Equal images
+            have an equal `image`, which may be a number, a hash or a path.
+        numbers: a number from 1 for every different `image`.
+    """
+
+    of_sequences: Sequence[Sequence[tuple[int, int, Hashable]]]
+    numbers: Mapping[Hashable, int]
+
+    @classmethod
+    def of(cls, images: Iterable[Any]) -> Images:
+        """Number the images of all sequences in the order of their first token."""
+        rows = [[tuple(image) for image in row] for row in images]
+        return cls(rows, {image: n for n, image in enumerate(dict.fromkeys(i for row in rows for *_, i in row), 1)})
+
+    def spans(self, lengths: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the index of the sequence, start, stop and number of every image.
+
+        Raises:
+            PlanError: an image is not among the tokens of its sequence.
+        """
+        if len(self.of_sequences) != len(lengths):
+            raise _no_image("", f"{len(self.of_sequences)} lists of images for {len(lengths)} sequences")
+        for index, (row, length) in enumerate(zip(self.of_sequences, lengths, strict=True)):
+            for start, stop, image in row:
+                if not 0 <= start < stop <= length:
+                    raise _no_image(f"sequence {index}", f"[{start}:{stop}] of {length} tokens")
+                yield index, start, stop, self.numbers[image]
+
+    def __str__(self) -> str:
+        count = sum(map(len, self.of_sequences))
+        return f"{count:,} in the sequences, {len(self.numbers):,} different, each encoded once"
+
+
+def _no_image(where: str, got: str) -> PlanError:
+    expected = "for every sequence, (start, stop, image) of the tokens of each image"
+    return PlanError("images do not fit the sequences", where=where, expected=expected, got=got)
 
 
 def _as_routes(routes: Iterable[Any], lengths: list[int]) -> list[IntArray]:

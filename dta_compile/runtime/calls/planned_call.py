@@ -281,10 +281,11 @@ def _read(call: Call, wanted: Sequence[bool]) -> _Read:
         for item in items:
             require_in_bounds(item, call.dense[item.slot], tokens_read, call.window(item.layout.frame))
     # Tables with an entry per column of the batch are equal for all rows without padding. Otherwise tables of numbers
-    # become keys by value, and wide tables require that sequences agree on the columns of their tokens.
+    # become keys by value, and wide tables require that sequences agree on the columns of their tokens. Sequences of a
+    # packed row have no column in common, so there all tables are read.
     is_even = masks.starts is None and bool(masks.valid.all())
     tables = [item for item in executable.trunk_keys if not item.layout.is_over_sequences]
-    wide = [item for item in tables if not _is_one_number(call.dense[item.slot])]
+    wide = [item for item in tables if masks.starts is None and not _is_one_number(call.dense[item.slot])]
     left_out = tables if is_even else wide
     keys = [item for item in executable.trunk_keys if item not in left_out]
     trunk_keys = [call.codes(item) for item in keys]

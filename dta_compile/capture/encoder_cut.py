@@ -18,6 +18,7 @@ from torch import fx
 from dta_compile.capture.encoded_media import Cut, insertions_of, unknown_use
 from dta_compile.capture.encoder_calls import check_counts, encode, token_positions
 from dta_compile.capture.flex_attention import eliminate_dead_code
+from dta_compile.errors import RuntimeContractError
 from dta_compile.integrations.layer_groups import gather_all
 from dta_compile.ops.feature_tables import TABLE_ROWS
 from dta_compile.passes.program import ancestors, output_node, writes_of
@@ -88,6 +89,13 @@ class _Distinct(fx.Interpreter):
         (handle, *tensors), _ = self.fetch_args_kwargs_from_env(n)
         encoder = encoder_of(handle)
         features, self.rows[n] = encoder.distinct(*tensors)
+        if any(value.requires_grad for value in features) and not n.meta["example_value"][0].requires_grad:
+            raise RuntimeContractError(
+                "features of images require a gradient, which they did not when the call was compiled",
+                expected="trained parameters that belong to the model",
+                got=f"others, which {encoder.name} reads",
+                hint="register them in the model, or call torch.compiler.reset() after requires_grad_()",
+            )
         self.notes.append(encoder.note)
         return features
 

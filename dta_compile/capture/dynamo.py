@@ -555,6 +555,17 @@ def graph_being_traced() -> fx.Graph:
     return graph
 
 
+def is_tracing() -> bool:
+    """Return whether Dynamo traces, for whichever backend."""
+    return _calling_self("InstructionTranslator") is not None
+
+
+@torch._dynamo.assume_constant_result
+def is_in_nested_graph() -> bool:
+    """Return whether the running trace is in a checkpoint, or another graph inside of the graph."""
+    return len(_calling_self("InstructionTranslator").output.tracers) > 1  # type: ignore[union-attr]
+
+
 @contextlib.contextmanager
 def outside_of_trace() -> Iterator[None]:
     """Run code while Dynamo traces as it runs without Dynamo: on real tensors, and not told that it is compiled."""

@@ -33,8 +33,8 @@ from dta_compile.capture.flex_attention import eliminate_dead_code
 from dta_compile.errors import RefusalError
 from dta_compile.integrations.layer_groups import gather_all
 from dta_compile.ops.feature_tables import TABLE_ROWS
-from dta_compile.passes.program import ancestors, where, writes_to
-from dta_compile.passes.symbols import hint, symbol_sources, symbolic
+from dta_compile.passes.program import memory, where, with_writes, writes_of
+from dta_compile.passes.symbols import expression, hint, symbol_sources, symbolic
 from dta_compile.runtime.encoders import Features, encode_distinct
 
 # Rows of a table in the trace. Nothing in the remaining graph depends on the number: gradients of an embedding are
@@ -104,9 +104,10 @@ class GraphEncoder:
     def _works_for(self, values: Sequence[Any], count: int) -> bool:
         """Return whether the trace holds for so many media."""
         sizes = self._sizes([values[i][:1].expand(count, *values[i].shape[1:]) for i in self.media])
+        is_as_traced = all(expression(self._traced[i].shape[0]).subs(sizes) == count for i in self.media)
         env = next((size.node.shape_env for value in self._traced for size in _symbolic_sizes(value)), None)
-        if env is None:
-            return all(len(values[i]) == count for i in self.media)
+        if env is None or not is_as_traced:
+            return is_as_traced
         guards = [env.replace(guard.expr) for guard in env.guards]
         known = [guard for guard in guards if guard.free_symbols and guard.free_symbols <= sizes.keys()]
         least = all(size >= env.var_to_range[symbol].lower for symbol, size in sizes.items())
@@ -172,13 +173,22 @@ def without_encoders(module: fx.GraphModule) -> EncodedMedia | None:
 def insertions_of(graph: fx.Graph) -> Iterator[_Insertion]:
     """Yield the nodes that put features at placeholder tokens which are not computed from the media."""
     media: dict[fx.Node, frozenset[fx.Node]] = {}  # the data that a value depends on
+    written: dict[Any, frozenset[fx.Node]] = {}  # the data that was written to memory
+    writes = writes_of(graph)
+
+    def now(node: fx.Node) -> frozenset[fx.Node]:
+        return media[node].union(*(written.get(part, ()) for part in memory(node)))
+
     for node in graph.nodes:
         own = {node} if node.op == "placeholder" and is_data(node) else set()
-        media[node] = frozenset(own.union(*(media[arg] for arg in node.all_input_nodes)))
+        media[node] = frozenset(own.union(*map(now, node.all_input_nodes)))
         for features, mask in _candidates(node):
-            is_of_media = media[features] and media[features].isdisjoint(media[mask])
-            if is_of_media and media[mask] and _has_width_of(features, node.args[0]):
-                yield _Insertion(node, features, mask, media[features])
+            of_features, of_mask = now(features), now(mask)
+            is_of_media = of_features and of_mask and of_features.isdisjoint(of_mask)
+            if is_of_media and _has_width_of(features, node.args[0]):
+                yield _Insertion(node, features, mask, of_features)
+        for part in writes.get(node, ()):
+            written[part] = written.get(part, frozenset()) | media[node]
 
 
 def _has_width_of(features: fx.Node, tokens: fx.Node) -> bool:
@@ -196,7 +206,7 @@ def _candidates(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     args = node.args
     if name in SCATTERS and len(args) == 3 and isinstance(args[2], fx.Node):
         yield args[2], args[1]
-    elif node.target is operator.setitem or name in PUTS:
+    elif node.target is operator.setitem or (name in PUTS and len(args) == 3 and not node.kwargs):
         mask = _mask_of_index(args[1])
         if mask is not None and isinstance(args[2], fx.Node):
             yield args[2], mask
@@ -222,7 +232,10 @@ class Cut:
 
     def __init__(self, module: fx.GraphModule, insertions: Sequence[_Insertion]) -> None:
         self.module, self.insertions = module, insertions
-        self.features = list(dict.fromkeys(insertion.features for insertion in insertions))
+        self.reads: dict[fx.Node, list[fx.Node]] = {}  # by feature tensor, its insertions in order
+        for insertion in insertions:
+            self.reads.setdefault(insertion.features, []).append(insertion.node)
+        self.features = list(self.reads)
 
     def run(self) -> EncodedMedia:
         placeholders = list(self.module.graph.find_nodes(op="placeholder"))
@@ -233,20 +246,28 @@ class Cut:
                 numbers.append(number)
         encoders = []
         for media, tables in of_media.items():
-            module, inputs, _ = self.before([self.features[number] for number in tables])
+            features = [self.features[number] for number in tables]
+            module, inputs, _ = self.before({node: self.reads[node] for node in features})
             own = [i for i, number in enumerate(inputs) if placeholders[number] in media]
             encoders.append(GraphEncoder(module, inputs, own, tables))
         return EncodedMedia(self.remaining()[0], encoders)
 
-    def before(self, outputs: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[int], dict[fx.Node, fx.Node]]:
-        """Return the graph of some nodes, the numbers of its inputs among those of the module, and its nodes."""
-        needed, graph = ancestors(list(outputs)), fx.Graph()
+    def before(
+        self, reads: Mapping[fx.Node, Sequence[fx.Node]]
+    ) -> tuple[fx.GraphModule, list[int], dict[fx.Node, fx.Node]]:
+        """Return the graph of some nodes, the numbers of its inputs among those of the module, and its nodes.
+
+        Args:
+            reads: by node, what reads it in the module's graph, in order.
+
+        Raises:
+            RefusalError: a node is not the same in all reads, or an input is not the same afterwards.
+        """
+        needed, graph = self._needed(reads), fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         switches: set[fx.Node] = set()
         inputs: list[int] = []
         placeholders = list(self.module.graph.find_nodes(op="placeholder"))
-        while writes := {node for node in self.module.graph.nodes if writes_to(node) in needed and node not in needed}:
-            needed |= ancestors(list(writes))
         for node in self.module.graph.nodes:
             # Calls of nothing but one another switch modes of autograd and autocast.
             is_switch = node.op == "call_function" and node.is_impure() and switches.issuperset(node.all_input_nodes)
@@ -256,8 +277,26 @@ class Cut:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
                 if node.op == "placeholder":
                     inputs.append(placeholders.index(node))
-        graph.output(tuple(copies[node] for node in outputs))
+        graph.output(tuple(copies[node] for node in reads))
         return fx.GraphModule(self.module, graph), inputs, copies
+
+    def _needed(self, reads: Mapping[fx.Node, Sequence[fx.Node]]) -> set[fx.Node]:
+        """Return what nodes are computed from until they are read first."""
+        order = {node: i for i, node in enumerate(self.module.graph.nodes)}
+        writes = writes_of(self.module.graph)
+        needed: set[fx.Node] = set()
+        for node, places in reads.items():
+            earlier = {write: written for write, written in writes.items() if order[write] < order[places[0]]}
+            needed |= with_writes([node], earlier)
+        inputs = frozenset().union(*map(memory, self.module.graph.find_nodes(op="placeholder")))
+        for write, written in writes.items():
+            if write in needed and not inputs.isdisjoint(written):
+                raise _written_input(write)
+            for node, places in reads.items():
+                is_later = order[places[0]] < order[write] and not written.isdisjoint(memory(node))
+                if is_later and (write in needed or order[write] < order[places[-1]]):
+                    raise unknown_use(write)
+        return needed
 
     def remaining(self) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
         """Return the graph that reads tables of features, and its nodes."""
@@ -301,7 +340,8 @@ class Cut:
             mask = copies[insertion.mask]
             if name in SCATTERS:
                 mask = self._tokens(graph, insertion, mask)
-            index = graph.call_function(TABLE_ROWS, (mask, rows))
+            # Other ways than `masked_scatter` take as many features as there are places, or one for all of them.
+            index = graph.call_function(TABLE_ROWS, (mask, rows), {} if name in SCATTERS else {"exact": True})
             features = graph.call_function(F.embedding, (index, table))
             if name in SUMS:
                 features = graph.call_function(operator.getitem, (features, mask))
@@ -333,3 +373,24 @@ class Cut:
             got=f"a mask of shape {list(value.shape)}",
             hint="make the mask from the ids of the placeholder tokens",
         )
+
+
+def unknown_use(node: fx.Node) -> RefusalError:
+    """Return the error for a call that reads features, or writes to them, in another way than is known."""
+    return RefusalError(
+        "features of images are read in a way that is not known to read each one at its token",
+        where=where(node),
+        expected="the k-th feature put at the k-th placeholder token by masked_scatter, x[mask] = features, or a sum",
+        got=str(node.target),
+        hint="put features at the tokens of a mask that is computed from ids, and write to them before that only",
+    )
+
+
+def _written_input(node: fx.Node) -> RefusalError:
+    return RefusalError(
+        "an input is written to in place before images are encoded, which is done once for equal images",
+        where=where(node),
+        expected="pixels, weights and buffers that stay as they are",
+        got=str(node.target),
+        hint="make a new value, such as pixels * 2, or write to the input outside of the function",
+    )

@@ -19,7 +19,14 @@ from torch._dynamo import trace_rules
 from torch._dynamo.variables import UserFunctionVariable
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dta_compile.capture.dynamo import examples, graph_being_traced, outside_of_trace
+from dta_compile.capture.dynamo import (
+    examples,
+    graph_being_traced,
+    is_in_nested_graph,
+    is_tracing,
+    outside_of_trace,
+)
+from dta_compile.errors import RefusalError
 from dta_compile.integrations.layer_groups import gather_all
 from dta_compile.integrations.tracing import traces_for_this_backend
 from dta_compile.ops.feature_tables import unequal_counts
@@ -57,6 +64,7 @@ def encode(handle: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     encoder = encoder_of(handle)
     if not _is_traced(tensors):
         return encoder(*tensors)
+    _require_trace(encoder)
     with outside_of_trace():
         gather_all()
         encoder.learn(examples(tensors))
@@ -66,7 +74,7 @@ def encode(handle: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             tuple(map(int, tensor.shape[1:]))
     mode = _mode_of(tensors)
     number = mode.shape_env.create_unbacked_symint() * per_entry
-    is_trained = torch.is_grad_enabled() and encoder.is_trained
+    is_trained = torch.is_grad_enabled() and (encoder.is_trained or any(tensor.requires_grad for tensor in tensors))
     with mode:
         return tuple(
             torch.empty(number, width, dtype=dtype, device=device, requires_grad=is_trained)
@@ -80,6 +88,7 @@ def token_positions(handle: int, *tensors: torch.Tensor) -> torch.Tensor:
     call = positions_of(handle)
     if not _is_traced(tensors):
         return call(*tensors)
+    _require_trace(call)
     with outside_of_trace():
         positions = call(*examples(tensors))
     with _mode_of(tensors):
@@ -91,6 +100,18 @@ def _is_traced(tensors: tuple[torch.Tensor, ...]) -> bool:
     return any(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
+def _require_trace(call: MethodCall) -> None:
+    """Refuse to stand in for a method where its result would be taken for real."""
+    if not is_tracing():
+        raise RefusalError(
+            "a captured call of a method for images is given tensors without values",
+            where=call.name,
+            expected="real tensors, once the graph is captured",
+            got="fake tensors",
+            hint="run the compiled model outside of FakeTensorMode, on tensors of a real device",
+        )
+
+
 def _mode_of(tensors: tuple[torch.Tensor, ...]) -> Any:
     return next(tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor))
 
@@ -100,7 +121,7 @@ def _encoding(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def features(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and traces_for_this_backend():
+        if torch.compiler.is_dynamo_compiling() and traces_for_this_backend():
             return _encoded(self, method, args, kwargs)
         return method(self, *args, **kwargs)
 
@@ -115,7 +136,7 @@ def _positioning(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def position_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_ours = torch.compiler.is_compiling() and traces_for_this_backend()
+        is_ours = torch.compiler.is_dynamo_compiling() and traces_for_this_backend() and not is_in_nested_graph()
         media = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name not in OF_TEXT]
         is_known = kwargs.get("input_ids") is not None and kwargs.get("mm_token_type_ids", True) is not None
         if not is_ours or not media or not is_known or args or kwargs.get("cache") is not None:
@@ -131,18 +152,33 @@ def _positioning(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _encoded(self: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a method returns, with the features of all units together; Dynamo traces this."""
+    """Return what a method returns, with the features of all units together; Dynamo traces this.
+
+    A call in a checkpoint, or with arguments of other types, is left to run as it is between two graphs: the values
+    that its tensors have in the call that is being compiled are not known.
+    """
     tensors: list[torch.Tensor] = []
     positional = tuple([_constant(value, tensors) for value in args])
     keyword = tuple([(name, _constant(value, tensors)) for name, value in kwargs.items()])
+    if not tensors or is_in_nested_graph() or not all(map(_is_known, (*args, *kwargs.values()))):
+        return torch.compiler.disable(method)(self, *args, **kwargs)
     handle = _handle("Encoder", self, method, positional, keyword)
     features = encode(handle, *tensors)
     for name in _modules(handle):
         for weight in self.get_submodule(name).parameters():
             weight.requires_grad  # noqa: B018  # guarded, so that a call with other trained weights is traced anew
+    for name in _weights(handle):
+        self.get_parameter(name).requires_grad  # noqa: B018
     left = iter(features)
     fields = {name: _restored(form, left) for name, form in _fields(handle)}
     return _class(handle)(**fields) if fields else method(self, *args, **kwargs)
+
+
+def _is_known(value: Any) -> bool:
+    """Return whether an argument is a constant but for its tensors."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_known, value))
+    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.dtype))
 
 
 def _constant(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -175,6 +211,11 @@ def _handle(kind: str, module: Any, method: Callable[..., Any], positional: Any,
 @torch._dynamo.assume_constant_result
 def _modules(handle: int) -> tuple[str, ...]:
     return encoder_of(handle).form.modules
+
+
+@torch._dynamo.assume_constant_result
+def _weights(handle: int) -> tuple[str, ...]:
+    return encoder_of(handle).form.weights
 
 
 @torch._dynamo.assume_constant_result
@@ -217,7 +258,7 @@ def _checking(check: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(check)
     def check_tensor_all(cond: Any, message: Any = None) -> None:
-        if torch.compiler.is_compiling() and traces_for_this_backend() and _has_encoders():
+        if torch.compiler.is_dynamo_compiling() and traces_for_this_backend() and _has_encoders():
             check_counts(cond)
         else:
             check(cond, message)

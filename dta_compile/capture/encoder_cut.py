@@ -9,25 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from dta_compile.capture.encoded_media import Cut, insertions_of
+from dta_compile.capture.encoded_media import Cut, insertions_of, unknown_use
 from dta_compile.capture.encoder_calls import check_counts, encode, token_positions
 from dta_compile.capture.flex_attention import eliminate_dead_code
-from dta_compile.errors import RefusalError
+from dta_compile.errors import RuntimeContractError
 from dta_compile.integrations.layer_groups import gather_all
 from dta_compile.ops.feature_tables import TABLE_ROWS
-from dta_compile.passes.program import ancestors, output_node, where
+from dta_compile.passes.program import ancestors, output_node, writes_of
 from dta_compile.runtime.encoder_methods import encoder_of
 from dta_compile.runtime.encoders import as_table
 
 # Calls between an encoder and the use of its features that treat each feature by itself.
 ROW_WISE = {"to", "type", "type_as", "contiguous", "float", "double", "half", "bfloat16", "detach", "clone"}
 SHAPES = {"view", "reshape", "flatten"}
+SCALES = {"mul", "mul_", "imul", "div", "div_", "truediv", "itruediv"}  # by a number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +89,13 @@ class _Distinct(fx.Interpreter):
         (handle, *tensors), _ = self.fetch_args_kwargs_from_env(n)
         encoder = encoder_of(handle)
         features, self.rows[n] = encoder.distinct(*tensors)
+        if any(value.requires_grad for value in features) and not n.meta["example_value"][0].requires_grad:
+            raise RuntimeContractError(
+                "features of images require a gradient, which they did not when the call was compiled",
+                expected="trained parameters that belong to the model",
+                got=f"others, which {encoder.name} reads",
+                hint="register them in the model, or call torch.compiler.reset() after requires_grad_()",
+            )
         self.notes.append(encoder.note)
         return features
 
@@ -120,10 +128,15 @@ def without_encoder_calls(module: fx.GraphModule) -> EncoderCalls | None:
             index.kwargs = {"exact": True}
     remaining.recompile()
     if left := [node for node in graph.nodes if node.target in (encode, token_positions)]:
-        raise _unknown_use(next(iter(left[0].users), left[0]))
+        raise unknown_use(next(iter(left[0].users), left[0]))
     originals = output_node(module.graph).args[0]
-    features = list(dict.fromkeys([*cut.features, *(originals[number] for number in returned)]))
-    before, inputs, copied = cut.before([*features, *positions])
+    reads = {node: list(insertions) for node, insertions in cut.reads.items()}
+    for number in returned:
+        reads.setdefault(originals[number], []).append(output_node(module.graph))
+    features = list(reads)
+    # Writes to positions stay in the remaining graph.
+    before, inputs, copied = cut.before(reads | {node: [node] for node in positions})
+    _refuse_writes(module.graph, copied)
     return EncoderCalls(
         remaining,
         before,
@@ -166,6 +179,13 @@ def _erase_assertions(graph: fx.Graph, calls: set[fx.Node]) -> None:
             graph.erase_node(node)
 
 
+def _refuse_writes(graph: fx.Graph, before: Collection[fx.Node]) -> None:
+    """Refuse writes to features, of which each is there once, that do not treat each of them by itself."""
+    for write in writes_of(graph):
+        if write in before and any(node.target is encode for node in ancestors([write])):
+            _call_of(write)
+
+
 def _call_of(node: fx.Node) -> fx.Node:
     """Return the call of an encoder that makes features; refuse features that are computed from one another."""
     while node.target is not encode:
@@ -174,21 +194,12 @@ def _call_of(node: fx.Node) -> fx.Node:
         is_selected = node.target is operator.getitem and tensors[0].target is encode
         is_only = name == "cat" and len(node.args[0]) == 1
         keeps_width = name in SHAPES and _width(node) == _width(tensors[0])
-        if not (is_selected or is_only or keeps_width or name in ROW_WISE):
-            raise _unknown_use(node)
+        is_scaled = name in SCALES and len(node.all_input_nodes) == 1
+        if not (is_selected or is_only or keeps_width or is_scaled or name in ROW_WISE):
+            raise unknown_use(node)
         node = tensors[0]
     return node
 
 
 def _width(node: fx.Node) -> int:
     return int(node.meta["example_value"].shape[-1])
-
-
-def _unknown_use(node: fx.Node) -> RefusalError:
-    return RefusalError(
-        "features of images are read in a way that is not known to read each one at its token",
-        where=where(node),
-        expected="the k-th feature put at the k-th placeholder token by masked_scatter, x[mask] = features, or a sum",
-        got=str(node.target),
-        hint="put features at the tokens of a mask that is computed from ids",
-    )

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.program import ancestors, output_node, where, writes_to
+from dta_compile.passes.program import output_node, where, with_writes, writes_of
 
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 MASK_MOD = -1  # its index in the tuple of a block mask
@@ -93,13 +93,13 @@ def _repeated(operand: torch.Tensor, batch: Any, heads: int) -> torch.Tensor:
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
     """Erase unused nodes, including in-place writes to unused values and the levels of a `vmap` without used nodes."""
-    effects = [node for node in graph.nodes if node.is_impure() and not _is_of_vmap(node) and writes_to(node) is None]
-    needed = ancestors([output_node(graph), *effects])
-    while more := {node for node in graph.nodes if writes_to(node) in needed and node not in needed}:
-        needed |= ancestors(list(more))
+    writes = writes_of(graph)
+    effects = [node for node in graph.nodes if node.is_impure() and not _is_of_vmap(node) and node not in writes]
+    # Inputs outlive the graph, so that writes to them count.
+    needed = with_writes([output_node(graph), *effects, *graph.find_nodes(op="placeholder")], writes)
     maps = any(_is_of_vmap(node) for node in needed)
     for node in reversed(list(graph.nodes)):
-        is_droppable = not node.is_impure() or (_is_of_vmap(node) and not maps) or writes_to(node) is not None
+        is_droppable = not node.is_impure() or (_is_of_vmap(node) and not maps) or node in writes
         if node not in needed and node.op in ("call_function", "call_method", "get_attr") and is_droppable:
             graph.erase_node(node)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from dta_compile.errors import RefusalError
 from dta_compile.executable import executable
@@ -26,6 +27,8 @@ from dta_compile.passes.symbols import symbol_sources
 
 TORCH_FOLDER = str(pathlib.Path(torch.__file__).parent)
 OUR_FOLDER = str(pathlib.Path(__file__).parents[1])
+ASSIGNED = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+IN_PLACE = {"setitem", *(f"i{name}" for name in ASSIGNED)}  # functions of `operator` that write to their first argument
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,11 +207,48 @@ def writes_in_place(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and _is_mutable(node.target)
 
 
-def writes_to(node: fx.Node) -> fx.Node | None:
-    """Return the node that a call of a captured graph writes to in place; None for other calls."""
+def memory(node: fx.Node) -> frozenset[Any]:
+    """Return what names the memory of a captured graph's value: equal for views of one tensor."""
+    values = tree_leaves(node.meta.get("example_value"))
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.layout is torch.strided]
+    return frozenset(_unbatched(tensor).untyped_storage()._cdata for tensor in tensors) or frozenset({node})
+
+
+def _unbatched(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that has the memory of one within `vmap`."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def writes_of(graph: fx.Graph) -> dict[fx.Node, frozenset[Any]]:
+    """Return the calls of a captured graph that write in place, in order, and the memory that each writes to."""
+    written = {node: [memory(target) for target in _written_by(node)] for node in graph.nodes}
+    return {node: frozenset().union(*parts) for node, parts in written.items() if parts}
+
+
+def _written_by(node: fx.Node) -> list[fx.Node]:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    is_written = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
-    return node.args[0] if is_written and node.args and isinstance(node.args[0], fx.Node) else None
+    is_in_place = (name.endswith("_") and not name.endswith("__")) or name.strip("_") in IN_PLACE
+    written = [node.args[:1] if is_in_place or node.kwargs.get("inplace") else None, node.kwargs.get("out")]
+    if writes_in_place(node):
+        for i, formal in enumerate(node.target._schema.arguments):
+            if formal.alias_info is not None and formal.alias_info.is_write:
+                written.append(node.args[i] if i < len(node.args) else node.kwargs.get(formal.name))
+    targets: list[fx.Node] = []
+    fx.map_arg(written, targets.append)
+    return targets
+
+
+def with_writes(nodes: Iterable[fx.Node], writes: Mapping[fx.Node, frozenset[Any]]) -> set[fx.Node]:
+    """Return `nodes` and all that they are computed from, also by writes in place, through whichever view."""
+    needed = ancestors(list(nodes))
+    while True:
+        read = frozenset().union(*map(memory, needed))
+        more = [node for node, written in writes.items() if node not in needed and not read.isdisjoint(written)]
+        if not more:
+            return needed
+        needed |= ancestors(more)
 
 
 @functools.cache

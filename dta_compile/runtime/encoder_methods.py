@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dta_compile.errors import RefusalError
 from dta_compile.integrations import checkpoint_flags
@@ -126,12 +128,14 @@ class Form:
         fields: by name of a field with features, its form (`_form`).
         widths: by feature tensor `[n, D]`, its D, dtype and device.
         modules: names of the outermost submodules that the method calls.
+        weights: names of the model's parameters that the method reads otherwise.
     """
 
     returned: type
     fields: tuple[tuple[str, Any], ...]
     widths: tuple[tuple[int, torch.dtype, torch.device], ...]
     modules: tuple[str, ...]
+    weights: tuple[str, ...]
 
     @property
     def per_entry(self) -> int:
@@ -203,6 +207,7 @@ class Encoder(MethodCall):
 
     Attributes:
         units, runs: how many units the last call of `distinct` had, and how many of them ran.
+        is_trained: whether a parameter that makes features requires a gradient, wherever it belongs; as of `learn`.
         unknown: why equal units share nothing, if units cannot be told apart.
         refusal: why the method cannot run once per distinct unit, known after `learn`.
     """
@@ -210,6 +215,7 @@ class Encoder(MethodCall):
     def __init__(self, module: nn.Module, method: Callable[..., Any], arguments: Arguments) -> None:
         super().__init__(module, method, arguments)
         self.units = self.runs = 0
+        self.is_trained = False
         self.unknown: str | None = None
         self.refusal: RefusalError | None = None
         self._form: Form | None = None
@@ -221,11 +227,6 @@ class Encoder(MethodCall):
         """What the method returns, known after `learn`."""
         assert self._form is not None
         return self._form
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether a parameter that makes features requires a gradient."""
-        return any(weight.requires_grad for module in self._modules() for weight in module.parameters())
 
     def __call__(self, *tensors: torch.Tensor) -> Tensors:
         """Encode all units.
@@ -272,8 +273,9 @@ class Encoder(MethodCall):
         return f"{self.name}: {self.units} images (or other media), {self.runs} different and encoded"
 
     def learn(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Run the method once without gradients to see what it returns and which modules it calls."""
-        with _training_without_batch_norm(self.module), _called(self.module) as called, _Trial(self.module) as trial:
+        """Run the method once without gradients to see what it returns, and which modules and parameters it uses."""
+        no_batch_norm, trial = _training_without_batch_norm(self.module), _Trial(self.module)
+        with no_batch_norm, _called(self.module) as called, trial, _Weights() as reads:
             output = self.run(tensors)
         fields = tuple(
             (name, _form(getattr(output, name), has_levels))
@@ -283,7 +285,13 @@ class Encoder(MethodCall):
         outermost = [name for name in called if not any(name.startswith(f"{other}.") for other in called)]
         leaves = [leaf for name, form in fields for leaf in _leaves(getattr(output, name), form)]
         widths = tuple((leaf.shape[-1], leaf.dtype, leaf.device) for leaf in leaves)
-        self._form = Form(type(output), fields, widths, tuple(outermost))
+        # All weights of modules that are called, since kernels that are no operators read them unseen.
+        inside = {id(weight): weight for name in outermost for weight in self.module.get_submodule(name).parameters()}
+        others = reads.weights.keys() - inside.keys()
+        named = self.module.named_parameters(remove_duplicate=False)
+        weights = tuple(name for name, weight in named if id(weight) in others)
+        self.is_trained = any(weight.requires_grad for weight in (reads.weights | inside).values())
+        self._form = Form(type(output), fields, widths, tuple(outermost), weights)
         self.refusal = self._refusal_of(trial.is_random, self._modules())
 
     def _features(self, tensors: Sequence[torch.Tensor]) -> tuple[Tensors, list[int]]:
@@ -413,6 +421,22 @@ class _Trial:
         torch.set_rng_state(self._before[0])
         for device, state in zip(self.devices, self._before[1:], strict=True):
             torch.get_device_module(device).set_rng_state(state, device)
+
+
+class _Weights(TorchDispatchMode):
+    """Collect parameters that operators read, and other tensors that require a gradient, by their `id`."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, nn.Parameter) or (isinstance(value, torch.Tensor) and value.requires_grad):
+                self.weights[id(value)] = value
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Multimodal models: each distinct image is encoded once, and tokens of equal images share."""
 
 import itertools
+import operator
 
 import pytest
 import torch
@@ -50,6 +51,8 @@ class Reader(BareLM):
         elif self.put == "write":
             x = x.clone()
             x[mask] = features.flatten(0, 1)
+        elif self.put == "put":
+            x = x.index_put((mask,), features.flatten(0, 1))
         else:
             x = x.clone()
             x[mask, :] = x[mask, :] + features.flatten(0, 1)
@@ -148,6 +151,127 @@ def test_more_placeholders_than_features():
     ids, pixels = rows_of([[1, "a", 2, "b", 3], [1, "a", 2, "b", 4]])
     with pytest.raises(RuntimeContractError, match="not as many placeholder tokens as features"):
         compiled(ids, pixels[:3])
+
+
+@pytest.mark.parametrize("put", ["scatter", "write", "put", "add"])
+def test_more_features_than_placeholders(put):
+    model = Reader(put)
+    compiled = torch.compile(model, backend="dta", options={"codegen": "eager"})
+    ids, pixels = rows_of([[1, "a", 2, "b", 3], [1, "a", 2, "b", 4]])
+    more = torch.cat([pixels, pixels[:1]])
+    if put == "scatter":
+        assert_same(*(run(lambda f=f: f(ids, more), model) for f in (compiled, model)))
+        return
+    with pytest.raises((RuntimeError, IndexError)):
+        model(ids, more)
+    with pytest.raises(RuntimeContractError, match="not as many placeholder tokens as features"):
+        compiled(ids, more)
+
+
+def test_features_that_are_added_to_what_index_put_finds_are_not_put_there():
+    class Accumulating(Reader):
+        def forward(self, ids, pixels):
+            x = self.embedding(ids).index_put((ids == IMAGE,), self.encode(pixels).flatten(0, 1), accumulate=True)
+            return self.head(self.mix(x))
+
+    with pytest.raises(RefusalError):
+        torch.compile(Accumulating(), backend="dta")(*rows_of([[1, "a", 2], [1, "b", 3]]))
+
+
+class Writing(Reader):
+    """Reads features twice, and calls `write` before, between and after."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+
+    def forward(self, ids, pixels):
+        x, mask = self.embedding(ids), (ids == IMAGE)[..., None].expand(-1, -1, WIDTH)
+        features = self.encode(self.write("pixels", pixels * 1))
+        self.write("before", features)
+        x = x.masked_scatter(mask, features)
+        self.write("between", features)
+        x = x + torch.zeros_like(x).masked_scatter(mask, features.flatten(0, 1))
+        self.write("after", features)
+        return self.head(self.mix(x))
+
+
+WRITES = {
+    "method": lambda x: x.mul_(3),
+    "view": lambda x: x[..., 0].mul_(3),
+    "assignment": lambda x: operator.iadd(x.flatten(1), 3),
+    "out": lambda x: torch.mul(x.detach(), 3, out=x.detach()),
+    "inplace": lambda x: F.relu(x.detach(), inplace=True),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_writes_to_features_count_for_reads_behind_them(how):
+    def writing(*at):
+        def write(place, value):
+            if place in at:
+                WRITES[how](value)
+            return value
+
+        model = Writing(write)
+        torch.compiler.reset()
+        return model, torch.compile(model, backend="dta", options={"codegen": "eager"})
+
+    batch = rows_of([[1, "a", 2, "b", 3], [1, "a", 2, "b", 4], [1, "a", 5, "a", 3]])
+    model, compiled = writing("pixels", "before", "after")
+    assert_same(*(run(lambda f=f: f(*batch), model) for f in (compiled, model)))
+    assert "6 images (or other media), 2 different" in str(dta_compile.last_plan(compiled))
+    with pytest.raises(RefusalError, match="not known to read each one at its token"):
+        writing("between")[1](*batch)
+
+
+def test_writes_to_tokens_through_views():
+    class Flat(Reader):
+        def forward(self, ids, pixels):
+            x = self.embedding(ids)
+            x = x.masked_scatter((ids == IMAGE)[..., None].expand_as(x), self.encode(pixels))
+            x.view(-1).mul_(2)
+            return self.head(self.mix(x))
+
+    model, batch = Flat(), rows_of([[1, "a", 2, "b", 3], [1, "a", 2, "b", 4]])
+    compiled = torch.compile(model, backend="dta", options={"codegen": "eager"})
+    assert_same(*(run(lambda f=f: f(*batch), model) for f in (compiled, model)))
+
+
+def test_features_of_more_than_pixels_are_not_features_of_images():
+    """Equal images may have other features, by a write of values of ids; those of these ids do not show it."""
+
+    class Named(Reader):
+        def encode(self, pixels):
+            features = self.tower(pixels)
+            features[..., 0] = self.ids[: len(pixels), :1]
+            return features
+
+        def forward(self, ids, pixels):
+            self.ids = ids.double()
+            return super().forward(ids, pixels)
+
+    with pytest.raises(RefusalError):
+        torch.compile(Named(), backend="dta")(*rows_of([[1, "a", 2], [1, "b", 2], [1, "c", 3]]))
+
+
+def test_writes_to_pixels_that_are_inputs_are_refused():
+    model = Writing(lambda place, value: value)
+    model.encode = lambda pixels: model.tower(pixels)
+    compiled = torch.compile(lambda ids, pixels: model(ids, pixels.clamp_(max=1)), backend="dta")
+    with pytest.raises(RefusalError, match="an input is written to in place before images are encoded"):
+        compiled(*rows_of([[1, "a", 2], [1, "b", 3]]))
+
+
+def test_an_encoder_over_a_fixed_number_of_images():
+    class Loop(Reader):
+        def encode(self, pixels):
+            return torch.cat([self.tower(image[None]) for image in pixels])
+
+    model = Loop()
+    compiled = torch.compile(model, backend="dta", options={"codegen": "eager"})
+    for batch in (rows_of([[1, "a", 2], [1, "a", 3]]), rows_of([[1, "a", 2], [1, "b", 3, "a"]])):
+        assert_same(*(run(lambda f=f, batch=batch: f(*batch), model) for f in (compiled, model)))
 
 
 class OverTheBatch(Reader):

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import transformers
+from torch import nn
 
 import dta_compile
 from dta_compile.errors import RuntimeContractError
@@ -63,6 +65,49 @@ def test_an_encoder_that_is_trained_alone_and_checkpointed():
     layers[0].requires_grad_()
     compiled(**inputs("llava", ROWS[:1] * 2), use_cache=False).logits.sum().backward()
     assert runs.count(True) == 2  # forward, and again in the backward
+
+
+class Scaled(transformers.LlavaModel):
+    """Features that are scaled by a parameter of the model, and one that it does not know of."""
+
+    def get_image_features(self, *args, **kwargs):
+        output = super().get_image_features(*args, **kwargs)
+        output.pooler_output = [features * self.scale * self.hidden[0] for features in output.pooler_output]
+        return output
+
+
+def test_gradients_of_what_makes_features_besides_the_encoder():
+    """Of a parameter of the model itself, of one that is not registered, and of pixels; the encoder is frozen."""
+    model, call = build("llava"), inputs("llava", ROWS[:2])
+    model.requires_grad_(False)
+    model.model.language_model.layers[0].requires_grad_()
+    model.model.__class__ = Scaled
+    scale, hidden, pixels = (
+        values.clone().requires_grad_() for values in (*torch.rand(2, 32, dtype=torch.float64), call["pixel_values"])
+    )
+    model.model.scale, model.model.hidden = nn.Parameter(scale), (hidden,)
+
+    def gradient(run, value):
+        logits = run(**call | {"pixel_values": pixels}, use_cache=False).logits[call["attention_mask"].bool()]
+        (logits * torch.arange(V)).sum().backward()
+        gradient, value.grad = value.grad, None
+        return gradient
+
+    trained = (model.model.scale, hidden, pixels)
+    compiled = torch.compile(model, backend="dta", options={"codegen": "eager"})
+    for value in trained:
+        for other in trained:
+            other.requires_grad_(other is value)
+        if value is hidden:  # no guard is on it
+            with pytest.raises(RuntimeContractError, match="features of images require a gradient"):
+                compiled(**call, use_cache=False)
+            torch.compiler.reset()
+        torch.testing.assert_close(
+            gradient(compiled, value), gradient(model, value), rtol=FLOAT32_ISLANDS, atol=FLOAT32_ISLANDS
+        )
+        for other in trained:
+            other.requires_grad_(False)
+        compiled(**call, use_cache=False)
 
 
 def test_positions_are_passed():

@@ -64,20 +64,41 @@ BINDINGS: dict[Any, Callable[..., Any]] = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """Reference to a module by its name."""
+
+    name: str
+
+
+Names = tuple[tuple[str, Any], ...]
+
+
+def text_of(graph: fx.Graph) -> tuple[str, Names]:
+    """Return a graph as the text of a function `forward(self, ...)`, and the global names in it with their values."""
+    code = graph.python_code("self")
+    used = set(re.findall(r"\w+", code.src))
+    values = ((name, value) for name, value in sorted(code.globals.items()) if name in used)
+    names = ((name, Module(x.__name__) if isinstance(x, types.ModuleType) else x) for name, x in values)
+    return code.src, tuple(names)
+
+
+def _loaded(names: Names) -> dict[str, Any]:
+    return {name: importlib.import_module(x.name) if isinstance(x, Module) else x for name, x in names}
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Code:
     """A function as text, compiled on first use.
 
     Attributes:
         text: source of a function `forward(self, ...)`.
-        modules: global names in the text that refer to modules, with the modules' names.
-        names: the other global names in the text, with their values.
+        names: global names in the text with their values; modules as `Module`.
         attributes: attributes of `self`: constant tensors and submodules for autograd functions.
     """
 
     text: str
-    modules: Mapping[str, str]
-    names: Mapping[str, Any]
+    names: Names
     attributes: Mapping[str, Any]
 
     @classmethod
@@ -92,22 +113,13 @@ class Code:
             graph = fx.Graph()
             graph.output(graph.graph_copy(module.graph, {}))
             graph.set_codegen(_BoxedCodeGen())
-        code = graph.python_code("self")
-        used = set(re.findall(r"\w+", code.src))
-        global_values = {name: value for name, value in code.globals.items() if name in used}
         constants = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
-        return cls(
-            code.src,
-            {name: value.__name__ for name, value in global_values.items() if isinstance(value, types.ModuleType)},
-            {name: value for name, value in global_values.items() if not isinstance(value, types.ModuleType)},
-            {name: getattr(module, name) for name in sorted(constants)},
-        )
+        return cls(*text_of(graph), {name: getattr(module, name) for name in sorted(constants)})
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
         """Compile the text; the function takes the graph's inputs."""
-        names: dict[str, Any] = dict(self.names)
-        names |= {name: importlib.import_module(module) for name, module in self.modules.items()}
+        names = _loaded(self.names)
 
         def name(match: re.Match[str]) -> str:
             namespace, operator, overload = match.groups()
@@ -151,7 +163,7 @@ class Source:
     """
 
     text: str
-    names: tuple[tuple[str, Any], ...]
+    names: Names
     sizes: int
     inputs: tuple[Input, ...]
     default_dtype: torch.dtype = dataclasses.field(default_factory=torch.get_default_dtype)
@@ -163,9 +175,7 @@ class Source:
 
     def function(self) -> Callable[..., Sequence[torch.Tensor]]:
         """Compile the text to a function of sizes and tensors."""
-        names: dict[str, Any] = {
-            name: importlib.import_module(x.name) if isinstance(x, Module) else x for name, x in self.names
-        }
+        names = _loaded(self.names)
         exec(self.text, names)
         run: Callable[..., Sequence[torch.Tensor]] = names["forward"]
         return functools.partial(run, None)
@@ -184,13 +194,6 @@ class CppSource:
 
 
 AnySource = Source | CppSource
-
-
-@dataclasses.dataclass(frozen=True)
-class Module:
-    """Reference to a module by its name."""
-
-    name: str
 
 
 def size_symbols(count: int) -> list[sympy.Symbol]:

@@ -39,6 +39,11 @@ class Mixed:
 Value = Layout | Mixed | tuple["Layout | Mixed", ...] | None
 
 
+def items_of(value: Value) -> tuple[Layout | Mixed | None, ...]:
+    """Return the values of an operator's results: several for a tuple."""
+    return value if isinstance(value, tuple) else (value,)
+
+
 @dataclasses.dataclass
 class ChunkInput:
     """A prologue value that chunks read: gathered by token `[B, S]`, by column `[S]`, by sequence `[B]`, or whole."""

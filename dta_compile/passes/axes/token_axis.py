@@ -32,6 +32,7 @@ from dta_compile.passes.program import (
     Value,
     ancestors,
     has_tensor,
+    items_of,
     where,
 )
 from dta_compile.passes.symbols import expression, sizes
@@ -117,7 +118,7 @@ class _Known:
     def _facts(self, node: fx.Node) -> Hashable:
         if node not in self.facts:
             value, traced = self.values[node], node.meta["val"]
-            is_mixed = any(isinstance(one, Mixed) for one in (value if isinstance(value, tuple) else [value]))
+            is_mixed = any(isinstance(one, Mixed) for one in items_of(value))
             same = id(traced) if has_tensor(node) else str(traced)
             self.facts[node] = None if is_mixed else (same, value, node in self.dependent)
         return self.facts[node]
@@ -258,8 +259,7 @@ def _in_own_batch(program: Program, node: fx.Node, value: Layout) -> Layout | Mi
 
 def is_labelled(value: Value) -> bool:
     """Whether a value, or an item of a tuple, has a batch or token axis."""
-    items = value if isinstance(value, tuple) else (value,)
-    return any(isinstance(item, Layout) and item.labelled for item in items)
+    return any(isinstance(item, Layout) and item.labelled for item in items_of(value))
 
 
 def apply_rule(

@@ -23,16 +23,7 @@ from dta_compile.passes.program import Mixed, Program, ancestors, has_tensor
     reads=[
         *("training", "module", "placeholders", "draws", "written"),
         *("batch", "tokens", "values", "parameter_dependent"),
-        *(
-            "mixers",
-            "region",
-            "frontier",
-            "trunk_inputs",
-            "head_inputs",
-            "constant_inputs",
-            "trunk_keys",
-            "head_keys",
-        ),
+        *("mixers", "region", "frontier", "trunk_inputs", "head_inputs", "constant_inputs", "trunk_keys", "head_keys"),
     ],
     fills=["prologue_nodes", "prologue", "epilogue", "epilogue_dense_inputs", "row_epilogue"],
 )

@@ -36,7 +36,7 @@ from dta_compile.passes.graphs.operators import (
     SUMS,
     ZERO_OF_ZERO,
 )
-from dta_compile.passes.program import FrontierValue, Program, Value
+from dta_compile.passes.program import FrontierValue, Program, Value, items_of
 
 aten = torch.ops.aten
 
@@ -188,10 +188,9 @@ def _is_zero(program: Program, arg: Any) -> bool:
 
 
 def _is_token_wise(value: Value) -> bool:
-    items = value if isinstance(value, tuple) else (value,)
-    return all(isinstance(item, Layout) and item.frame is not None for item in items)
+    return all(isinstance(item, Layout) and item.frame is not None for item in items_of(value))
 
 
 def _frame(value: Value) -> Any:
     """Return the token positions that a token-wise value covers."""
-    return value[0].frame if isinstance(value, tuple) else value.frame  # type: ignore[union-attr]
+    return items_of(value)[0].frame  # type: ignore[union-attr]

@@ -19,18 +19,9 @@ from dta_compile.passes.program import Program, where
 
 @contract(
     reads=[
-        *(
-            "training",
-            "codegen",
-            "own_symbols",
-            "inputs",
-            "module",
-            "placeholders",
-            "written",
-            "other_batches",
-            "mixers",
-        ),
-        *("frontier", "epilogue", "trunk_inputs", "head_inputs", "constant_inputs", "trunk_keys", "head_keys"),
+        *("training", "codegen", "own_symbols", "inputs", "module", "placeholders", "written", "other_batches"),
+        *("mixers", "frontier", "epilogue"),
+        *("trunk_inputs", "head_inputs", "constant_inputs", "trunk_keys", "head_keys"),
     ],
     fills=["rest"],
     rewrites=["prologue_nodes", "prologue", "epilogue_dense_inputs"],

@@ -31,12 +31,11 @@ import sympy
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._prims_common import clone_preserve_strides
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -84,7 +83,7 @@ def generate(source: AnySource, threads: int | None = None) -> AnyCompiled:
 
     Raises whatever inductor raises, for instance if there is no compiler or it cannot lower an operator.
     """
-    from dta_compile.passes.symbols import expression  # imported here, since the passes import this module
+    from dta_compile.passes.symbols import expression, new_size  # imported here, since the passes import this module
 
     if isinstance(source, CppSource):
         from torch._inductor.codecache import CppCodeCache
@@ -99,7 +98,7 @@ def generate(source: AnySource, threads: int | None = None) -> AnyCompiled:
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
     with _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad(), _default(source.default_dtype):
-        sizes = [_size(env, index) for index in range(source.sizes)]
+        sizes = [new_size(env, f"__dta_size_{i}", TYPICAL_SIZES[i]) for i in range(source.sizes)]
         known = dict(zip(size_symbols(source.sizes), map(expression, sizes), strict=True))
         with mode, enable_python_dispatcher():
             fakes = [_like(env, value, known) for value in source.inputs]
@@ -327,13 +326,6 @@ def _cpu_flags() -> str:
     except OSError:
         match = None
     return match[2] if match else f"{platform.processor()} {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _size(env: ShapeEnv, index: int) -> Any:
-    hint = TYPICAL_SIZES[index]
-    source = ConstantSource(f"__dta_size_{index}")
-    symbol = env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-    return env.create_symintnode(symbol, hint=hint)
 
 
 def _like(env: ShapeEnv, value: Input, known: dict[sympy.Symbol, sympy.Expr]) -> torch.Tensor:

@@ -8,7 +8,8 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
 
 
 def expression(size: Any) -> sympy.Expr:
@@ -29,6 +30,15 @@ def sizes(node: fx.Node) -> tuple[sympy.Expr, ...]:
 def free_symbols(expressions: Iterable[sympy.Expr]) -> set[sympy.Symbol]:
     """Return the symbols that occur in any of some expressions."""
     return {symbol for expr in expressions for symbol in expr.free_symbols}
+
+
+def new_size(env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
+    """Return a size with a symbol of its own, which is `hint` in the trace."""
+    source = ConstantSource(name)
+    symbol = env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    size = env.create_symintnode(symbol, hint=hint, source=source)
+    assert isinstance(size, torch.SymInt)
+    return size
 
 
 def hint(size: Any) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from torch.utils import _pytree as pytree
 from dta_compile.errors import DTAError, FinalRefusal, RefusalError
 from dta_compile.passes.program import where
 from dta_compile.passes.symbols import reads_number
+from dta_compile.passes.tracing import attribute_set
 
 # Torch's own functions, operators and methods by name whose floating-point results are all tracked by autograd if an
 # argument is. None of them writes to an argument, detaches, or changes the gradient mode.
@@ -74,7 +74,10 @@ class CapturedInterpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Run a node; raise RefusalError with the user's line if torch cannot."""
         try:
-            with _numbers_of(self.env[n.args[0]]) if reads_number(n) else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if reads_number(n):  # for which the fake mode is to return a symbol
+                    mode = mb_unwrap_functional_tensor(self.env[n.args[0]]).fake_mode  # type: ignore[attr-defined]
+                    stack.enter_context(attribute_set(mode, "allow_scalar_outputs", True))
                 return super().run_node(n)
         except DTAError:
             raise
@@ -113,17 +116,6 @@ class CapturedInterpreter(fx.Interpreter):
     def inside(self, body: fx.GraphModule) -> CapturedInterpreter:
         """Return an interpreter for a region of this graph."""
         raise NotImplementedError
-
-
-@contextlib.contextmanager
-def _numbers_of(value: torch.Tensor) -> Iterator[None]:
-    """Let the fake mode of `value` return a symbol for a number that the graph reads off a tensor."""
-    mode = mb_unwrap_functional_tensor(value).fake_mode  # type: ignore[attr-defined]
-    before, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
-    try:
-        yield
-    finally:
-        mode.allow_scalar_outputs = before
 
 
 class GradientFlow(CapturedInterpreter):

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from dta_compile.ops.collectives import SAME_ON_RANKS
-from dta_compile.passes.graphs.nodes import call, filled_with, is_pointwise
+from dta_compile.passes.graphs.nodes import call, filled_with, is_pointwise, replace_nodes
 from dta_compile.passes.graphs.operators import ALIASES, EXCHANGES, SCALINGS
 from dta_compile.passes.graphs.storage import same_memory_format
 from dta_compile.passes.symbols import sizes
@@ -24,12 +24,12 @@ aten = torch.ops.aten
 
 def simplify(graph: fx.Graph) -> None:
     """Apply the identities to every node in graph order, so that arguments are simplified before their users."""
-    for node in list(graph.nodes):
-        with graph.inserting_before(node):
-            replacement = next(filter(None, (rule(node) for rule in IDENTITIES)), None)
-        if replacement is not None and _fits(node, replacement):
-            replacement.meta = {**node.meta, **replacement.meta}
-            node.replace_all_uses_with(replacement)
+
+    def simplified(node: fx.Node) -> fx.Node | None:
+        replacement = next(filter(None, (rule(node) for rule in IDENTITIES)), None)
+        return replacement if replacement is not None and _fits(node, replacement) else None
+
+    replace_nodes(graph, simplified)
     graph.eliminate_dead_code()
 
 

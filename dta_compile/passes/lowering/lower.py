@@ -54,12 +54,11 @@ from dta_compile.passes.lowering.next_tokens import pair_next_tokens
 from dta_compile.passes.lowering.one_length import OneLength
 from dta_compile.passes.lowering.repeated_calls import RepeatedCalls, merge_equal_values
 from dta_compile.passes.lowering.row_loops import select_masked_writes
-from dta_compile.passes.lowering.same_entries import drop_detours
+from dta_compile.passes.lowering.same_entries import replace_same_entries
 from dta_compile.passes.lowering.shifts import shifts_to_mixers
-from dta_compile.passes.lowering.whole_writes import read_what_was_written
 from dta_compile.passes.program import Program, ancestors, output_node, where
 from dta_compile.passes.symbols import depends_on_data, reads_number
-from dta_compile.passes.tracing import tracing
+from dta_compile.passes.tracing import attribute_set, tracing
 
 aten = torch.ops.aten
 TRAINED = InputKind.PARAMETER, InputKind.DIFFERENTIABLE_DATA
@@ -86,10 +85,8 @@ def lower(program: Program) -> None:
         node.target = aten.detach.default
     _flatten_output(module)
     decompositions.spell_out_constructors(module.graph)
-    decompositions.drop_empty_parts(module.graph)
-    drop_detours(module.graph)
     _join_gradients_of_ranks(module.graph)
-    read_what_was_written(module.graph, _inputs(module, program, *TRAINED))
+    replace_same_entries(module.graph, _inputs(module, program, *TRAINED))
     weights = set(_inputs(module, program, InputKind.PARAMETER))
     unrecognised = recognise_attention(module.graph, weights)
     if unrecognised is not None and not mixer_calls(module.graph):
@@ -241,22 +238,12 @@ class _AttentionCapture(TorchFunctionMode):
         if func in (F.dropout, torch.dropout) and _dropout_is_identity(*args, **kwargs):
             return args[0] if args else kwargs["input"]
         if func is F.multi_head_attention_forward:
-            with _calls_captured():
+            # It is in Python, and its calls of attention do not reach a mode that is handling it.
+            with attribute_set(F, "scaled_dot_product_attention", capture_attention):
                 return func(*args, **kwargs)
         if func in MATMULS and not kwargs and _broadcasts(*args):
             return _matmul_without_expanding(*args)
         return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _calls_captured() -> Iterator[None]:
-    """Capture the attention calls inside a function in Python, which a mode that is handling it does not see."""
-    own = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = capture_attention
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = own
 
 
 MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)

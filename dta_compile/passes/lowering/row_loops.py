@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import call, is_item
+from dta_compile.passes.graphs.nodes import call, is_item, replace_nodes
 from dta_compile.passes.graphs.operators import ALONG_DIMENSIONS, UNARY
 
 aten = torch.ops.aten
@@ -24,13 +24,14 @@ aten = torch.ops.aten
 
 def undo_row_loops(graph: fx.Graph) -> None:
     """Replace every stack of the same computation on all rows of some tensors by one batched computation."""
-    for node in list(graph.nodes):
-        if node.target is aten.stack.default and (len(node.args) == 1 or node.args[1] == 0):
-            with graph.inserting_before(node):
-                batched = _batched(node.args[0])
-            if batched is not None and batched.meta["val"].shape == node.meta["val"].shape:
-                batched.meta = {**node.meta, **batched.meta}
-                node.replace_all_uses_with(batched)
+
+    def batched(node: fx.Node) -> fx.Node | None:
+        if node.target is not aten.stack.default or (len(node.args) > 1 and node.args[1] != 0):
+            return None
+        rows = _batched(node.args[0])
+        return rows if rows is not None and rows.meta["val"].shape == node.meta["val"].shape else None
+
+    replace_nodes(graph, batched)
     graph.eliminate_dead_code(fx.Node.is_impure)  # random ops are impure, whatever inductor's config says
 
 
@@ -92,13 +93,7 @@ def _same(column: Sequence[Any]) -> Any:
 def select_masked_writes(graph: fx.Graph) -> None:
     """Replace every write by a mask, `x[mask] = value`, whose value is the same for all entries of the mask."""
     masks: dict[tuple[fx.Node, int], fx.Node] = {}
-    for node in list(graph.find_nodes(op="call_function", target=aten.index_put.default)):
-        with graph.inserting_before(node):
-            new = _selection(node, masks)
-        if new is not None:
-            new.meta = {**node.meta, **new.meta}
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
+    replace_nodes(graph, lambda node: _selection(node, masks) if node.target is aten.index_put.default else None)
 
 
 def _selection(node: fx.Node, masks: dict[tuple[fx.Node, int], fx.Node]) -> fx.Node | None:

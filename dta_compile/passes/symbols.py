@@ -11,6 +11,8 @@ from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
 
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
 
 def expression(size: Any) -> sympy.Expr:
     """Return a size as an expression, with all replacements of the ShapeEnv; comparing expressions adds no guard."""
@@ -19,7 +21,7 @@ def expression(size: Any) -> sympy.Expr:
 
 def symbolic(value: Any) -> Any:
     """Return the expression of a SymInt, SymFloat or SymBool; None for anything else."""
-    return value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else None
+    return value.node.expr if isinstance(value, SYMBOLIC) else None
 
 
 def sizes(node: fx.Node) -> tuple[sympy.Expr, ...]:

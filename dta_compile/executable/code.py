@@ -27,40 +27,21 @@ _CALL = re.compile(r"\btorch\.ops\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)\.([A-Za-z_]\w*
 _VIEW = re.compile(r"\btorch\.ops\.aten\.view\.default\((\w+), \[([\w, -]+)\]\)")
 _numbers = itertools.count()
 
-# By overload: the binding that takes the same positional and keyword arguments.
+# Overloads whose binding has their name, and takes the same positional and keyword arguments.
+FUNCTIONS = (
+    aten.add.Tensor, aten.bmm.default, aten.cat.default, aten.div.Tensor, aten.embedding.default, aten.exp.default,
+    aten.index_select.default, aten.mean.dim, aten.mm.default, aten.mul.Scalar, aten.mul.Tensor, aten.neg.default,
+    aten.permute.default, aten.pow.Tensor_Scalar, aten.rsqrt.default, aten.sigmoid.default, aten.sub.Tensor,
+    aten.sum.dim_IntList, aten.t.default, aten.transpose.int, aten.unsqueeze.default,
+)  # fmt: skip
+METHODS = (
+    aten.add_.Tensor, aten.addmm_.default, aten.contiguous.default, aten.div_.Scalar, aten.div_.Tensor,
+    aten.expand.default, aten.mul_.Scalar, aten.mul_.Tensor, aten.neg_.default, aten.view.default,
+)  # fmt: skip
 BINDINGS: dict[Any, Callable[..., Any]] = {
-    aten.add.Tensor: torch.add,
-    aten.add_.Tensor: torch.Tensor.add_,
-    aten.addmm_.default: torch.Tensor.addmm_,
-    aten.bmm.default: torch.bmm,
-    aten.cat.default: torch.cat,
-    aten.contiguous.default: torch.Tensor.contiguous,
-    aten.div.Tensor: torch.div,
-    aten.div_.Scalar: torch.Tensor.div_,
-    aten.div_.Tensor: torch.Tensor.div_,
-    aten.embedding.default: torch.embedding,
-    aten.exp.default: torch.exp,
-    aten.expand.default: torch.Tensor.expand,
-    aten.index_select.default: torch.index_select,
-    aten.mean.dim: torch.mean,
-    aten.mm.default: torch.mm,
-    aten.mul.Scalar: torch.mul,
-    aten.mul.Tensor: torch.mul,
-    aten.mul_.Scalar: torch.Tensor.mul_,
-    aten.mul_.Tensor: torch.Tensor.mul_,
-    aten.neg.default: torch.neg,
-    aten.neg_.default: torch.Tensor.neg_,
-    aten.permute.default: torch.permute,
-    aten.pow.Tensor_Scalar: torch.pow,
-    aten.rsqrt.default: torch.rsqrt,
-    aten.sigmoid.default: torch.sigmoid,
+    **{overload: getattr(torch, overload._schema.name.removeprefix("aten::")) for overload in FUNCTIONS},
+    **{overload: getattr(torch.Tensor, overload._schema.name.removeprefix("aten::")) for overload in METHODS},
     aten.silu.default: torch._C._nn.silu,
-    aten.sub.Tensor: torch.sub,
-    aten.sum.dim_IntList: torch.sum,
-    aten.t.default: torch.t,
-    aten.transpose.int: torch.transpose,
-    aten.unsqueeze.default: torch.unsqueeze,
-    aten.view.default: torch.Tensor.view,
 }
 
 

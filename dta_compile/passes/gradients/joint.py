@@ -39,7 +39,8 @@ aten = torch.ops.aten
 )
 def joint(program: Program) -> None:
     """Fill `program.stages`; drop from the frontier's differentiable values those of frozen parameters alone."""
-    candidates = _differentiable(program) if program.training else []
+    values = enumerate(program.frontier if program.training else ())
+    candidates = [i for i, value in values if value.differentiable and not value.is_cache]
     traced, sizes = _traced_stages(program, candidates)
     program.stages = stages = _connected(program, traced, candidates, sizes)
     program.frontier = [
@@ -47,10 +48,6 @@ def joint(program: Program) -> None:
         for i, value in enumerate(program.frontier)
     ]
     program.training = bool(stages.differentiated)
-
-
-def _differentiable(program: Program) -> list[int]:
-    return [i for i, value in enumerate(program.frontier) if value.differentiable and not value.is_cache]
 
 
 def _connected(

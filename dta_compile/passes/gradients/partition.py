@@ -45,7 +45,7 @@ def choose_saved(trace: StageTrace, sizes: ChunkSizes) -> list[fx.Node]:
     read = dict.fromkeys(arg for node in _in_order(trace, backward) for arg in node.all_input_nodes if arg in forward)
     saved = [
         _copied(trace, node) if view_source(node) is not None else node
-        for node in saved_values(forward, read, trace.states, sizes)
+        for node in _Cut(forward, [*read, *trace.states], set(map(owner, trace.states)), sizes).solve()
     ]
     states = [state for state in trace.states if state.op != "placeholder"]
     boundary = {*trace.primals, *trace.tangents.values(), *states, *saved}
@@ -161,21 +161,16 @@ NEVER = float("inf")
 NOMINAL_ROWS = 1024  # tokens and head rows of the chunk that costs are computed for
 
 
-def saved_values(
-    forward: set[fx.Node], read: Iterable[fx.Node], states: Iterable[fx.Node], sizes: ChunkSizes
-) -> list[fx.Node]:
-    """Return the cheapest values to save.
+class _Cut:
+    """Network whose minimum cut is the cheapest values to save.
+
+    A value is two nodes: "had" (the backward needs it) and "made" (it recomputes it).
 
     Args:
         forward: the values that the forward computes from the chunk's inputs, and these inputs.
-        read: the values of `forward` that the backward reads.
-        states: states of mixers, whose storages are always kept.
+        read: the values of `forward` that the backward reads, and the states of mixers.
+        pinned: the storages of states, which are always kept.
     """
-    return _Cut(forward, [*read, *states], {owner(node) for node in states}, sizes).solve()
-
-
-class _Cut:
-    """Network of the minimum cut. A value is two nodes: "had" (the backward needs it) and "made" (it recomputes it)."""
 
     def __init__(self, forward: set[fx.Node], read: list[fx.Node], pinned: set[fx.Node], sizes: ChunkSizes) -> None:
         self.forward, self.read, self.pinned, self.sizes = forward, read, pinned, sizes

@@ -52,14 +52,10 @@ def _keeps_its_result(user: fx.Node, node: fx.Node, value: torch.Tensor) -> bool
     return same_memory_format(user.target(*args, **kwargs), user.meta["val"])
 
 
-def _aliased(node: fx.Node) -> fx.Node | None:
-    """`x.detach()` is x: the graph is not differentiated again. So is the alias of autograd since torch 2.14."""
-    return node.args[0] if node.target in ALIASES else None
-
-
-def _same_on_ranks(node: fx.Node) -> fx.Node | None:
-    """`SAME_ON_RANKS` is the identity, whose derivative has been traced already."""
-    return node.args[0] if node.target is SAME_ON_RANKS else None
+def _same(node: fx.Node) -> fx.Node | None:
+    """`x.detach()` is x: the graph is not differentiated again. So are the alias of autograd since torch 2.14, and
+    `SAME_ON_RANKS`, whose derivative has been traced already."""
+    return node.args[0] if node.target in ALIASES or node.target is SAME_ON_RANKS else None
 
 
 def _first_power(node: fx.Node) -> fx.Node | None:
@@ -150,8 +146,7 @@ def _sparse_log_softmax_gradient(node: fx.Node) -> fx.Node | None:
 
 
 IDENTITIES: tuple[Callable[[fx.Node], fx.Node | None], ...] = (
-    _aliased,
-    _same_on_ranks,
+    _same,
     _first_power,
     _transposed_twice,
     _scaled_after_expand,

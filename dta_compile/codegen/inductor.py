@@ -97,7 +97,10 @@ def generate(source: AnySource, threads: int | None = None) -> AnyCompiled:
 
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
-    with _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad(), _default(source.default_dtype):
+    with _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad(), contextlib.ExitStack() as stack:
+        if (default := torch.get_default_dtype()) is not source.default_dtype:  # in a worker, or changed by a thread
+            stack.callback(torch.set_default_dtype, default)
+            torch.set_default_dtype(source.default_dtype)
         sizes = [new_size(env, f"__dta_size_{i}", TYPICAL_SIZES[i]) for i in range(source.sizes)]
         known = dict(zip(size_symbols(source.sizes), map(expression, sizes), strict=True))
         with mode, enable_python_dispatcher():
@@ -133,19 +136,6 @@ def generate(source: AnySource, threads: int | None = None) -> AnyCompiled:
         _function(own, _tuple(_tuple(map(_printed, each)) for each in strides)),
         source.devices,
     )
-
-
-@contextlib.contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
-    """Set torch's default dtype to that of the source; differs only in a worker or while another thread changes it."""
-    before = torch.get_default_dtype()
-    if before is not dtype:
-        torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        if before is not dtype:
-            torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager
@@ -279,12 +269,8 @@ def environment(devices: Iterable[str]) -> tuple[Any, ...]:
     if "cpu" in devices:
         parts += [torch.get_num_threads(), platform.machine(), _cpu_flags()]
     if "cuda" in devices:
-        parts += [
-            torch.version.cuda,
-            torch.version.hip,
-            torch.cuda.get_device_name(),
-            torch.cuda.get_device_capability(),
-        ]
+        parts += [torch.version.cuda, torch.version.hip]
+        parts += [torch.cuda.get_device_name(), torch.cuda.get_device_capability()]
     return tuple(parts)
 
 

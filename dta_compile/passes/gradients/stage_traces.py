@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from dta_compile.codegen.worker import reason
 from dta_compile.errors import RefusalError
 from dta_compile.ops.mixer import mixer_of_backward, mixer_of_chunk
 from dta_compile.passes.gradients.simplify import simplify
@@ -199,7 +200,7 @@ def _make_fx(function: Any, *inputs: Any) -> fx.GraphModule:
         raise RefusalError(
             "torch cannot differentiate this operation over a free number of tokens",
             where=where_now(),
-            got=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}",
+            got=reason(error),
             hint="write it with other operations",
         ) from error
 

@@ -12,16 +12,16 @@ once.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -211,13 +211,13 @@ def _trace(program: Program, flow: GradientFlow, functional: bool, written: list
 
     def run_functional(*args: Any) -> Any:
         with FunctionalTensorMode():
-            wrapped = [_to_functional(arg) for arg in args]
+            wrapped = list(map(to_fun, args))
             results, draws = run(*wrapped)
             assert written is not None
             written.extend(i for i, arg in enumerate(wrapped) if was_written(arg))
-            return pytree.tree_map(_from_functional, ((*results, *(wrapped[i] for i in written)), draws))
+            return pytree.tree_map(from_fun, ((*results, *(wrapped[i] for i in written)), draws))
 
-    with tracing(mode), _no_autocast_cache():
+    with tracing(mode):
         function = run_functional if functional else run
         module = make_fx(function, decomposition_table=decompositions.TABLE, _allow_non_fake_inputs=True)(*fakes)
     for index in written or ():
@@ -349,17 +349,6 @@ def _describe(index: int, node: fx.Node, is_tracked: bool) -> Input:
     return Input(index, name, kind, value.requires_grad)
 
 
-def _to_functional(arg: Any) -> Any:
-    return FunctionalTensor.to_functional(arg) if isinstance(arg, torch.Tensor) else arg
-
-
-def _from_functional(result: Any) -> Any:
-    if isinstance(result, FunctionalTensor):
-        torch._sync(result)  # type: ignore[attr-defined]
-        return torch._from_functional_tensor(result.elem)
-    return result
-
-
 def _mutation_refusal(mutated: Input, placeholder: fx.Node) -> FinalRefusal:
     return FinalRefusal(
         f"the model writes to {mutated.name}, so running it over a tree would write different values",
@@ -375,17 +364,6 @@ def _flatten_output(module: fx.GraphModule) -> None:
     node = output_node(module.graph)
     results, _ = node.args[0]  # draws were outputs only to survive tracing: from here on their ops are impure
     node.args = (tuple(results) if isinstance(results, (tuple, list)) else (results,),)
-
-
-@contextlib.contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Switch off autocast's cache of weight casts, which would hand traced casts to later calls."""
-    previous = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(previous)
 
 
 def drawing(graph: fx.Graph) -> list[fx.Node]:

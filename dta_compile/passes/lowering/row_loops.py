@@ -92,11 +92,12 @@ def _same(column: Sequence[Any]) -> Any:
 
 def select_masked_writes(graph: fx.Graph) -> None:
     """Replace every write by a mask, `x[mask] = value`, whose value is the same for all entries of the mask."""
-    masks: dict[tuple[fx.Node, int], fx.Node] = {}
-    replace_nodes(graph, lambda node: _selection(node, masks) if node.target is aten.index_put.default else None)
+    replace_nodes(graph, _selection)
 
 
-def _selection(node: fx.Node, masks: dict[tuple[fx.Node, int], fx.Node]) -> fx.Node | None:
+def _selection(node: fx.Node) -> fx.Node | None:
+    if node.target is not aten.index_put.default:
+        return None
     target, indices, value = node.args[:3]
     *before, mask = indices
     if mask is None or any(index is not None for index in before) or not _is_mask_of(mask, target):
@@ -107,7 +108,9 @@ def _selection(node: fx.Node, masks: dict[tuple[fx.Node, int], fx.Node]) -> fx.N
         return None
     if argument(node, 3, "accumulate"):
         value = call(node.graph, aten.add.Tensor, target, value)
-    return call(node.graph, aten.where.self, _with_ones(mask, after, masks), value, target)
+    for _ in range(after):
+        mask = call(node.graph, aten.unsqueeze.default, mask, -1)
+    return call(node.graph, aten.where.self, mask, value, target)
 
 
 def _is_mask_of(mask: fx.Node, target: fx.Node) -> bool:
@@ -124,13 +127,3 @@ def _of_one_entry(value: fx.Node, dims: int) -> fx.Node | None:
     for _ in range(added):
         value = call(value.graph, aten.squeeze.dim, value, 0)
     return value
-
-
-def _with_ones(mask: fx.Node, dims: int, known: dict[tuple[fx.Node, int], Any]) -> fx.Node:
-    """Return the mask with `dims` trailing dimensions of size 1, built once for all writes that share it."""
-    key = mask, dims
-    if key not in known:
-        known[key] = mask
-        for _ in range(dims):
-            known[key] = call(mask.graph, aten.unsqueeze.default, known[key], -1)
-    return known[key]

@@ -121,21 +121,6 @@ class Program(HasMixers):
     # The symbolic number of tokens of a graph that was captured with a constant one, see `lowering.one_length`.
     length: torch.SymInt | None = None
 
-    @classmethod
-    def lowered(
-        cls,
-        module: fx.GraphModule,
-        training: bool,
-        codegen: str,
-        own_symbols: bool,
-        inputs: Sequence[Input],
-        placeholders: Sequence[fx.Node],
-    ) -> Program:
-        """Make a program of a captured graph that is lowered already and has no random operators."""
-        program = cls(module, training, codegen, own_symbols, inputs, module, placeholders)
-        program.filled |= {"inputs", "module", "placeholders", "draws", "written"}
-        return program
-
     @property
     def graph(self) -> fx.Graph:
         """The lowered graph."""

@@ -160,10 +160,9 @@ class _Fusion:
             labels = reduction.labels
             if labels is None or labels in columns:
                 continue
-            dim, rank = reduction.node.args[1], labels.meta["val"].dim()
+            dim = reduction.node.args[1]
             count = int(labels.meta["val"].shape[dim])
-            order = [i for i in range(rank) if i != dim % rank] + [dim % rank]
-            last = self._call(aten.permute.default, labels, order)
+            last = self._call(aten.movedim.int, labels, dim, -1)
             parts.append(self._call(aten.reshape.default, last, [self.rows, count]))
             columns[labels], stop = (stop, stop + count), stop + count
         return (self._call(aten.cat.default, parts, 1) if len(parts) > 1 else next(iter(parts), None)), columns
@@ -208,9 +207,7 @@ class _Fusion:
         part = self._call(aten.slice.Tensor, source, 1, start, stop)
         others = [size for i, size in enumerate(value.shape) if i != dim]
         last = self._call(aten.reshape.default, part, self._shape([*others, stop - start]))
-        order = list(range(len(others)))
-        order.insert(dim, len(others))
-        return self._call(aten.permute.default, last, order)
+        return self._call(aten.movedim.int, last, -1, dim)
 
     def _shape(self, sizes: Sequence[Any]) -> list[Any]:
         return [size if isinstance(size, int) else self.rows for size in sizes]

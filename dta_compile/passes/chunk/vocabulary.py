@@ -219,13 +219,8 @@ class Reading:
         shape[dim] = picked[dim]
         return Reduction(node, self.meanings[source], labels) if shape == picked else None
 
-    def _logsumexp(self, node: fx.Node) -> Reduction | None:
-        over = self._kind(node) is Kind.LOGITS and self._is_over_vocabulary(*node.args[:2])
-        return Reduction(node, self.meanings[node.args[0]]) if over else None
-
-    def _sum(self, node: fx.Node) -> Reduction | None:
-        over = self._kind(node) in (Kind.PROBS_LOG_PROBS, Kind.PROBS_LOGITS)
-        over = over and self._is_over_vocabulary(*node.args[:2])
+    def _reduced(self, node: fx.Node) -> Reduction | None:
+        over = self._kind(node) in REDUCED[node.target] and self._is_over_vocabulary(*node.args[:2])
         return Reduction(node, self.meanings[node.args[0]]) if over else None
 
     def _kind(self, node: fx.Node) -> Kind | None:
@@ -256,6 +251,11 @@ def _of_same_logits(node: fx.Node, one: Meaning, other: Meaning) -> bool:
 
 Rule = Callable[[Reading, fx.Node], Meaning | Reduction | None]
 
+# By reduction, what it may reduce over the vocabulary.
+REDUCED: dict[Any, tuple[Kind, ...]] = {
+    aten.logsumexp.default: (Kind.LOGITS,),
+    aten.sum.dim_IntList: (Kind.PROBS_LOG_PROBS, Kind.PROBS_LOGITS),
+}
 READING_RULES: dict[Any, Rule] = {
     **dict.fromkeys(COPIES | CASTS, Reading._copy),
     **dict.fromkeys(KEEP_ORDER, Reading._reshape),
@@ -269,6 +269,5 @@ READING_RULES: dict[Any, Rule] = {
     aten._log_softmax.default: Reading._log_softmax,
     aten.exp.default: Reading._exponential,
     aten.gather.default: Reading._gather,
-    aten.logsumexp.default: Reading._logsumexp,
-    aten.sum.dim_IntList: Reading._sum,
+    **dict.fromkeys(REDUCED, Reading._reduced),
 }

@@ -114,17 +114,13 @@ def _nonzero(program: Program) -> dict[fx.Node, frozenset[Conditions]]:
             continue
         branches = _branches(program, node)
         if branches:
-            parts = [_and_also(of(operand), condition) for operand, condition in branches]
+            parts = [frozenset(all_of | {condition} for all_of in of(operand)) for operand, condition in branches]
         else:
             operands = _zero_if_zero(node)
             parts = [ALWAYS] if operands is None else [of(operand) for operand in operands]
         union = frozenset().union(*parts)
         nonzero[node] = union if len(union) <= MOST_USES else ALWAYS
     return nonzero
-
-
-def _and_also(conditions: frozenset[Conditions], condition: Condition) -> frozenset[Conditions]:
-    return frozenset(all_of | {condition} for all_of in conditions)
 
 
 def _branches(program: Program, node: fx.Node) -> list[tuple[Any, Condition]]:

@@ -63,7 +63,8 @@ def other_batches(program: Program) -> None:
     program.prologue_nodes = prologue_nodes(program)
     program.prologue = graph_of(program, [], program.prologue_nodes)
     settings = program.training, program.codegen, program.own_symbols
-    program.rest = Program.lowered(module, *settings, inputs, placeholders)
+    program.rest = rest = Program(module, *settings, inputs, module, placeholders)
+    rest.filled |= {"inputs", "module", "placeholders", "draws", "written"}
 
 
 def _refuse_random_operators(program: Program) -> None:

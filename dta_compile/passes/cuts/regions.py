@@ -147,13 +147,8 @@ def _is_handed_over(program: Program, node: fx.Node) -> bool:
     sources = ancestors([node])
     if not sources.isdisjoint(program.mixer_nodes):
         return True
-    data = [source for source in sources if source.op == "placeholder" and has_tensor(source)]
-    return program.batch is None and any(_has_axes(program, source) for source in data)
-
-
-def _has_axes(program: Program, node: fx.Node) -> bool:
-    value = program.values[node]
-    return not isinstance(value, Layout) or value.labelled
+    data = [program.values[source] for source in sources if source.op == "placeholder" and has_tensor(source)]
+    return program.batch is None and any(not isinstance(value, Layout) or value.labelled for value in data)
 
 
 def _frontier_value(program: Program, node: fx.Node, is_cache: bool) -> FrontierValue:

@@ -31,12 +31,11 @@ import sympy
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._prims_common import clone_preserve_strides
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -84,7 +83,7 @@ def generate(source: AnySource, threads: int | None = None) -> AnyCompiled:
 
     Raises whatever inductor raises, for instance if there is no compiler or it cannot lower an operator.
     """
-    from dta_compile.passes.symbols import expression  # imported here, since the passes import this module
+    from dta_compile.passes.symbols import expression, new_size  # imported here, since the passes import this module
 
     if isinstance(source, CppSource):
         from torch._inductor.codecache import CppCodeCache
@@ -98,8 +97,11 @@ def generate(source: AnySource, threads: int | None = None) -> AnyCompiled:
 
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
-    with _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad(), _default(source.default_dtype):
-        sizes = [_size(env, index) for index in range(source.sizes)]
+    with _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad(), contextlib.ExitStack() as stack:
+        if (default := torch.get_default_dtype()) is not source.default_dtype:  # in a worker, or changed by a thread
+            stack.callback(torch.set_default_dtype, default)
+            torch.set_default_dtype(source.default_dtype)
+        sizes = [new_size(env, f"__dta_size_{i}", TYPICAL_SIZES[i]) for i in range(source.sizes)]
         known = dict(zip(size_symbols(source.sizes), map(expression, sizes), strict=True))
         with mode, enable_python_dispatcher():
             fakes = [_like(env, value, known) for value in source.inputs]
@@ -134,19 +136,6 @@ def generate(source: AnySource, threads: int | None = None) -> AnyCompiled:
         _function(own, _tuple(_tuple(map(_printed, each)) for each in strides)),
         source.devices,
     )
-
-
-@contextlib.contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
-    """Set torch's default dtype to that of the source; differs only in a worker or while another thread changes it."""
-    before = torch.get_default_dtype()
-    if before is not dtype:
-        torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        if before is not dtype:
-            torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager
@@ -280,12 +269,8 @@ def environment(devices: Iterable[str]) -> tuple[Any, ...]:
     if "cpu" in devices:
         parts += [torch.get_num_threads(), platform.machine(), _cpu_flags()]
     if "cuda" in devices:
-        parts += [
-            torch.version.cuda,
-            torch.version.hip,
-            torch.cuda.get_device_name(),
-            torch.cuda.get_device_capability(),
-        ]
+        parts += [torch.version.cuda, torch.version.hip]
+        parts += [torch.cuda.get_device_name(), torch.cuda.get_device_capability()]
     return tuple(parts)
 
 
@@ -327,13 +312,6 @@ def _cpu_flags() -> str:
     except OSError:
         match = None
     return match[2] if match else f"{platform.processor()} {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _size(env: ShapeEnv, index: int) -> Any:
-    hint = TYPICAL_SIZES[index]
-    source = ConstantSource(f"__dta_size_{index}")
-    symbol = env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-    return env.create_symintnode(symbol, hint=hint)
 
 
 def _like(env: ShapeEnv, value: Input, known: dict[sympy.Symbol, sympy.Expr]) -> torch.Tensor:

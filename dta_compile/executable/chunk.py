@@ -171,22 +171,19 @@ class ChunkGraphs:
     def run_cache_only(self) -> Run:
         """Write the states of a chunk's spine to the path (an anchor); return nothing."""
         stages = [stage for stage in self.stages if stage.only_states is not None]
-        kinds = self.kinds
-        runs = [
-            kinds[stage.kind].cache_only if stage.only_states else kinds[stage.kind].forward_only for stage in stages
-        ]
-        return _Forward(self, stages, [code.function for code in runs], returns_outputs=False)
+        kinds = [(stage.only_states, self.kinds[stage.kind]) for stage in stages]
+        codes = [kind.cache_only if only_states else kind.forward_only for only_states, kind in kinds]
+        return _Forward(self, stages, codes, returns_outputs=False)
 
     @functools.cached_property
     def run_forward_only(self) -> Run:
         """Write states, return the frontier values (an anchor with outputs, or scoring)."""
-        return _Forward(self, self.stages, [self.kinds[stage.kind].forward_only.function for stage in self.stages])
+        return _Forward(self, self.stages, [self.kinds[stage.kind].forward_only for stage in self.stages])
 
     @functools.cached_property
     def run_forward(self) -> Run:
         """Write states, return the frontier values, then the saved values."""
-        runs = [self.kinds[stage.kind].forward.function for stage in self.stages]
-        return _Forward(self, self.stages, runs, saves=True)
+        return _Forward(self, self.stages, [self.kinds[stage.kind].forward for stage in self.stages], saves=True)
 
     @functools.cached_property
     def run_backward(self) -> Run:
@@ -237,11 +234,11 @@ class _Forward:
         self,
         chunk: ChunkGraphs,
         stages: Sequence[Stage],
-        runs: Sequence[Run],
+        codes: Sequence[Code],
         returns_outputs: bool = True,
         saves: bool = False,
     ) -> None:
-        self.stages = list(zip(stages, runs, strict=True))
+        self.stages = [(stage, code.function) for stage, code in zip(stages, codes, strict=True)]
         self.outputs = chunk.outputs if returns_outputs else ()
         self.saves = saves
         self.crossing = [None] * (chunk.slots - chunk.inputs - len(chunk.transposed))

@@ -27,41 +27,45 @@ _CALL = re.compile(r"\btorch\.ops\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)\.([A-Za-z_]\w*
 _VIEW = re.compile(r"\btorch\.ops\.aten\.view\.default\((\w+), \[([\w, -]+)\]\)")
 _numbers = itertools.count()
 
-# By overload: the binding that takes the same positional and keyword arguments.
+# Overloads whose binding has their name, and takes the same positional and keyword arguments.
+FUNCTIONS = (
+    aten.add.Tensor, aten.bmm.default, aten.cat.default, aten.div.Tensor, aten.embedding.default, aten.exp.default,
+    aten.index_select.default, aten.mean.dim, aten.mm.default, aten.mul.Scalar, aten.mul.Tensor, aten.neg.default,
+    aten.permute.default, aten.pow.Tensor_Scalar, aten.rsqrt.default, aten.sigmoid.default, aten.sub.Tensor,
+    aten.sum.dim_IntList, aten.t.default, aten.transpose.int, aten.unsqueeze.default,
+)  # fmt: skip
+METHODS = (
+    aten.add_.Tensor, aten.addmm_.default, aten.contiguous.default, aten.div_.Scalar, aten.div_.Tensor,
+    aten.expand.default, aten.mul_.Scalar, aten.mul_.Tensor, aten.neg_.default, aten.view.default,
+)  # fmt: skip
 BINDINGS: dict[Any, Callable[..., Any]] = {
-    aten.add.Tensor: torch.add,
-    aten.add_.Tensor: torch.Tensor.add_,
-    aten.addmm_.default: torch.Tensor.addmm_,
-    aten.bmm.default: torch.bmm,
-    aten.cat.default: torch.cat,
-    aten.contiguous.default: torch.Tensor.contiguous,
-    aten.div.Tensor: torch.div,
-    aten.div_.Scalar: torch.Tensor.div_,
-    aten.div_.Tensor: torch.Tensor.div_,
-    aten.embedding.default: torch.embedding,
-    aten.exp.default: torch.exp,
-    aten.expand.default: torch.Tensor.expand,
-    aten.index_select.default: torch.index_select,
-    aten.mean.dim: torch.mean,
-    aten.mm.default: torch.mm,
-    aten.mul.Scalar: torch.mul,
-    aten.mul.Tensor: torch.mul,
-    aten.mul_.Scalar: torch.Tensor.mul_,
-    aten.mul_.Tensor: torch.Tensor.mul_,
-    aten.neg.default: torch.neg,
-    aten.neg_.default: torch.Tensor.neg_,
-    aten.permute.default: torch.permute,
-    aten.pow.Tensor_Scalar: torch.pow,
-    aten.rsqrt.default: torch.rsqrt,
-    aten.sigmoid.default: torch.sigmoid,
+    **{overload: getattr(torch, overload._schema.name.removeprefix("aten::")) for overload in FUNCTIONS},
+    **{overload: getattr(torch.Tensor, overload._schema.name.removeprefix("aten::")) for overload in METHODS},
     aten.silu.default: torch._C._nn.silu,
-    aten.sub.Tensor: torch.sub,
-    aten.sum.dim_IntList: torch.sum,
-    aten.t.default: torch.t,
-    aten.transpose.int: torch.transpose,
-    aten.unsqueeze.default: torch.unsqueeze,
-    aten.view.default: torch.Tensor.view,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """Reference to a module by its name."""
+
+    name: str
+
+
+Names = tuple[tuple[str, Any], ...]
+
+
+def text_of(graph: fx.Graph) -> tuple[str, Names]:
+    """Return a graph as the text of a function `forward(self, ...)`, and the global names in it with their values."""
+    code = graph.python_code("self")
+    used = set(re.findall(r"\w+", code.src))
+    values = ((name, value) for name, value in sorted(code.globals.items()) if name in used)
+    names = ((name, Module(x.__name__) if isinstance(x, types.ModuleType) else x) for name, x in values)
+    return code.src, tuple(names)
+
+
+def _loaded(names: Names) -> dict[str, Any]:
+    return {name: importlib.import_module(x.name) if isinstance(x, Module) else x for name, x in names}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,14 +74,12 @@ class Code:
 
     Attributes:
         text: source of a function `forward(self, ...)`.
-        modules: global names in the text that refer to modules, with the modules' names.
-        names: the other global names in the text, with their values.
+        names: global names in the text with their values; modules as `Module`.
         attributes: attributes of `self`: constant tensors and submodules for autograd functions.
     """
 
     text: str
-    modules: Mapping[str, str]
-    names: Mapping[str, Any]
+    names: Names
     attributes: Mapping[str, Any]
 
     @classmethod
@@ -92,22 +94,13 @@ class Code:
             graph = fx.Graph()
             graph.output(graph.graph_copy(module.graph, {}))
             graph.set_codegen(_BoxedCodeGen())
-        code = graph.python_code("self")
-        used = set(re.findall(r"\w+", code.src))
-        global_values = {name: value for name, value in code.globals.items() if name in used}
         constants = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
-        return cls(
-            code.src,
-            {name: value.__name__ for name, value in global_values.items() if isinstance(value, types.ModuleType)},
-            {name: value for name, value in global_values.items() if not isinstance(value, types.ModuleType)},
-            {name: getattr(module, name) for name in sorted(constants)},
-        )
+        return cls(*text_of(graph), {name: getattr(module, name) for name in sorted(constants)})
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
         """Compile the text; the function takes the graph's inputs."""
-        names: dict[str, Any] = dict(self.names)
-        names |= {name: importlib.import_module(module) for name, module in self.modules.items()}
+        names = _loaded(self.names)
 
         def name(match: re.Match[str]) -> str:
             namespace, operator, overload = match.groups()
@@ -151,7 +144,7 @@ class Source:
     """
 
     text: str
-    names: tuple[tuple[str, Any], ...]
+    names: Names
     sizes: int
     inputs: tuple[Input, ...]
     default_dtype: torch.dtype = dataclasses.field(default_factory=torch.get_default_dtype)
@@ -163,9 +156,7 @@ class Source:
 
     def function(self) -> Callable[..., Sequence[torch.Tensor]]:
         """Compile the text to a function of sizes and tensors."""
-        names: dict[str, Any] = {
-            name: importlib.import_module(x.name) if isinstance(x, Module) else x for name, x in self.names
-        }
+        names = _loaded(self.names)
         exec(self.text, names)
         run: Callable[..., Sequence[torch.Tensor]] = names["forward"]
         return functools.partial(run, None)
@@ -184,13 +175,6 @@ class CppSource:
 
 
 AnySource = Source | CppSource
-
-
-@dataclasses.dataclass(frozen=True)
-class Module:
-    """Reference to a module by its name."""
-
-    name: str
 
 
 def size_symbols(count: int) -> list[sympy.Symbol]:

@@ -42,6 +42,11 @@ class Mixed:
 Value = Layout | Mixed | tuple["Layout | Mixed", ...] | None
 
 
+def items_of(value: Value) -> tuple[Layout | Mixed | None, ...]:
+    """Return the values of an operator's results: several for a tuple."""
+    return value if isinstance(value, tuple) else (value,)
+
+
 @dataclasses.dataclass
 class ChunkInput:
     """A prologue value that chunks read: gathered by token `[B, S]`, by column `[S]`, by sequence `[B]`, or whole."""
@@ -118,21 +123,6 @@ class Program(HasMixers):
     filled: Set[str] = frozenset({"captured", "training", "codegen", "own_symbols", "length"})
     # The symbolic number of tokens of a graph that was captured with a constant one, see `lowering.one_length`.
     length: torch.SymInt | None = None
-
-    @classmethod
-    def lowered(
-        cls,
-        module: fx.GraphModule,
-        training: bool,
-        codegen: str,
-        own_symbols: bool,
-        inputs: Sequence[Input],
-        placeholders: Sequence[fx.Node],
-    ) -> Program:
-        """Make a program of a captured graph that is lowered already and has no random operators."""
-        program = cls(module, training, codegen, own_symbols, inputs, module, placeholders)
-        program.filled |= {"inputs", "module", "placeholders", "draws", "written"}
-        return program
 
     @property
     def graph(self) -> fx.Graph:

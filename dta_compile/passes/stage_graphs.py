@@ -158,22 +158,15 @@ class ChunkStages:
     def kept_of_stages(self) -> list[list[KeptValue]]:
         """The kept values of each stage, with places as ("slot", slot) or ("saved <stage>", position), and storages of
         the chunk."""
-        kept_values = []
+        kept_values: list[list[KeptValue]] = []
         for number, (stage, kind) in enumerate(self.of_kinds()):
             slots = {"read": stage.reads, "written": stage.writes}
-            kept_values.append(
-                [
-                    value._replace(
-                        place=(
-                            ("slot", slots[value.place[0]][value.place[1]])
-                            if value.place[0] in slots
-                            else (f"saved {number}", value.place[1])
-                        ),
-                        memory=self._memory(number, value.memory, self.memory_of_slots),
-                    )
-                    for value in kind.kept
-                ]
-            )
+            kept_values.append([])
+            for value in kind.kept:
+                of, position = value.place
+                place = ("slot", slots[of][position]) if of in slots else (f"saved {number}", position)
+                memory = self._memory(number, value.memory, self.memory_of_slots)
+                kept_values[-1].append(value._replace(place=place, memory=memory))
         return kept_values
 
     @functools.cached_property

@@ -8,7 +8,10 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def expression(size: Any) -> sympy.Expr:
@@ -18,7 +21,7 @@ def expression(size: Any) -> sympy.Expr:
 
 def symbolic(value: Any) -> Any:
     """Return the expression of a SymInt, SymFloat or SymBool; None for anything else."""
-    return value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else None
+    return value.node.expr if isinstance(value, SYMBOLIC) else None
 
 
 def sizes(node: fx.Node) -> tuple[sympy.Expr, ...]:
@@ -29,6 +32,15 @@ def sizes(node: fx.Node) -> tuple[sympy.Expr, ...]:
 def free_symbols(expressions: Iterable[sympy.Expr]) -> set[sympy.Symbol]:
     """Return the symbols that occur in any of some expressions."""
     return {symbol for expr in expressions for symbol in expr.free_symbols}
+
+
+def new_size(env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
+    """Return a size with a symbol of its own, which is `hint` in the trace."""
+    source = ConstantSource(name)
+    symbol = env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    size = env.create_symintnode(symbol, hint=hint, source=source)
+    assert isinstance(size, torch.SymInt)
+    return size
 
 
 def hint(size: Any) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,7 +19,8 @@ def tracing(mode: FakeTensorMode | None) -> Iterator[None]:
 
     Two services of torch are switched off, which take a fifth of the time and have no use here: the FakeTensor cache
     (with symbolic sizes a lookup takes longer than computing the result, and layers that are copies are not traced
-    again) and the second description of each value, `meta["tensor_meta"]`.
+    again) and the second description of each value, `meta["tensor_meta"]`. So is autocast's cache of casts of weights,
+    which would hand traced casts to later calls.
     """
     with contextlib.ExitStack() as stack:
         if mode is not None:
@@ -26,6 +28,8 @@ def tracing(mode: FakeTensorMode | None) -> Iterator[None]:
             stack.enter_context(attribute_set(mode, "cache_enabled", False))
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(fx.traceback.preserve_node_meta())
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
         stack.enter_context(attribute_set(proxy_tensor, "_extract_tensor_metadata", lambda value: None))
         yield
 

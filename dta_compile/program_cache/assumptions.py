@@ -53,19 +53,14 @@ class Assumptions:
         return all(bool(_truth(env, guard)) for guard in self.guards) and tuple(known_of_sizes(env)) == self.known
 
 
-class Recorder:
-    """Records the guards that are added after its creation."""
+def assumptions_of(env: ShapeEnv, before: int, later: int) -> Assumptions:
+    """Return the guards after the first `before`.
 
-    def __init__(self, env: ShapeEnv) -> None:
-        self.env, self.before = env, len(env.guards)
-        self.later = env.num_deferred_runtime_asserts
-
-    def assumptions(self) -> Assumptions:
-        """Return the added guards; raise `ValueError` for checks of sizes that depend on data, which are no guards."""
-        if self.env.num_deferred_runtime_asserts != self.later:
-            raise ValueError("checks of numbers that depend on data")
-        guards = tuple(guard.expr for guard in self.env.guards[self.before :])
-        return Assumptions(guards, tuple(known_of_sizes(self.env)))
+    Raises `ValueError` if there are more than `later` checks of sizes that depend on data, which are no guards.
+    """
+    if env.num_deferred_runtime_asserts != later:
+        raise ValueError("checks of numbers that depend on data")
+    return Assumptions(tuple(guard.expr for guard in env.guards[before:]), tuple(known_of_sizes(env)))
 
 
 def first_size(env: ShapeEnv, size: sympy.Expr | None) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import time
+import zlib
 from typing import Any
 
 from dta_compile.executable.executable import Executable
@@ -13,15 +14,10 @@ from dta_compile.options import Options
 from dta_compile.passes import Program, run_passes
 from dta_compile.passes.fusion.codegen import choice_for
 from dta_compile.passes.sealing.seal import seal
-from dta_compile.program_cache.assumptions import Assumptions, Recorder, first_size, shape_env_of
+from dta_compile.program_cache.assumptions import Assumptions, assumptions_of, first_size, shape_env_of
 from dta_compile.program_cache.description import NotDescribed, description
 from dta_compile.program_cache.files import ProgramFile, open_folder
 from dta_compile.program_cache.pickles import from_bytes, to_bytes
-
-try:
-    import lzma as codec
-except ImportError:  # a Python that was built without it
-    import zlib as codec  # type: ignore[no-redef]
 
 FOUND = "found in the cache"  # key in `Executable.seconds`, next to the seconds of the passes when they ran
 
@@ -54,13 +50,13 @@ def _entry(program: Program, options: Options) -> _Entry | None:
     if folder is None:
         return None
     try:
-        text, recorder = description(program, options.skip_passes), Recorder(env)
+        text = description(program, options.skip_passes)
     except Exception as reason:
         is_known = isinstance(reason, NotDescribed)
         logger.debug("the program is not looked up in the cache: %s", reason, exc_info=not is_known)
         return None
     may_choose = program.codegen == "auto" and "codegen" not in options.skip_passes
-    return _Entry(ProgramFile(folder, text), env, recorder, may_choose)
+    return _Entry(ProgramFile(folder, text), env, len(env.guards), env.num_deferred_runtime_asserts, may_choose)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +66,14 @@ class _Entry:
     Attributes:
         file: its file.
         env: Dynamo's shape environment of the captured graph.
-        recorder: recorder of the guards that are added from here on.
+        guards, later: numbers of its guards, and of its checks that depend on data, before the passes.
         may_choose: the first batch decides whether code is generated.
     """
 
     file: ProgramFile
     env: Any
-    recorder: Recorder
+    guards: int
+    later: int
     may_choose: bool
 
     def load(self) -> Executable | None:
@@ -85,7 +82,7 @@ class _Entry:
             data = self.file.read()
             if data is None:
                 return None
-            assumptions, executable = from_bytes(codec.decompress(data))
+            assumptions, executable = from_bytes(zlib.decompress(data))
             if not isinstance(assumptions, Assumptions) or not isinstance(executable, Executable):
                 raise ValueError("it holds something else")
             if not assumptions.hold(self.env):
@@ -109,6 +106,6 @@ class _Entry:
     def save(self, executable: Executable) -> None:
         """Save an executable for other processes; failures are only logged."""
         try:
-            self.file.write(codec.compress(to_bytes((self.recorder.assumptions(), executable))))
+            self.file.write(zlib.compress(to_bytes((assumptions_of(self.env, self.guards, self.later), executable))))
         except Exception as error:
             logger.debug("the program is not kept: %s: %s", type(error).__name__, error)

@@ -35,7 +35,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from dta_compile.ops.triton_use import has_triton, is_interpreted
 from dta_compile.passes import Program
 from dta_compile.passes.axes.token_rules import REGISTERED
+from dta_compile.passes.lowering.repeated_calls import PLAIN
 from dta_compile.passes.program import OUR_FOLDER, TORCH_FOLDER
+from dta_compile.passes.symbols import SYMBOLIC
 from dta_compile.program_cache.assumptions import known_of_sizes, shape_env_of
 
 NAMESPACES = ("aten", "prims", "prim", "dta")  # of operators that versions of torch and this package define
@@ -47,7 +49,6 @@ C_FUNCTIONS = (
     types.GetSetDescriptorType,
 )
 OF_C = ("torch", "_operator", "math", "builtins")  # roots of modules with functions in C
-PLAIN = (bool, int, float, complex, str, type(None), types.EllipsisType, torch.dtype, torch.device, torch.layout)
 OWN_FOLDERS = (TORCH_FOLDER + os.sep, OUR_FOLDER + os.sep)
 MOST_BYTES = 2**24  # of a constant
 
@@ -190,9 +191,9 @@ class _Graph:
             return f"%{value.name}"
         if isinstance(value, enum.Enum):
             return f"{type(value).__module__}.{value}"
-        if type(value) in PLAIN or isinstance(value, torch.memory_format):
+        if type(value) in PLAIN:
             return repr(value)
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if isinstance(value, SYMBOLIC):
             expr = value.node.expr
             if expr not in self.expressions:
                 self.expressions[expr] = str(expr)

@@ -18,7 +18,7 @@ from dta_compile.ops.autograd_function import AutogradFunctionCall, custom_funct
 from dta_compile.passes.axes.token_rules import pointwise, rule_for
 from dta_compile.passes.graphs.operators import SAME_ENTRIES
 from dta_compile.passes.program import Program
-from dta_compile.passes.symbols import expression
+from dta_compile.passes.symbols import SYMBOLIC, expression
 from dta_compile.passes.tracing import attribute_set, tracing
 
 aten = torch.ops.aten
@@ -84,10 +84,10 @@ class _Derivation(TorchDispatchMode):
 
     def finish(self, values: list[Any], gradients: list[Any]) -> None:
         """Take arguments and results of forward, and the results of backward, into account."""
-        results = [gradient for gradient in gradients if isinstance(gradient, torch.Tensor)]
+        results = _tensors(gradients)
         self.is_linear &= all(map(self._is_linear, results))
-        self.is_pointwise &= not any(tensor.dim() == 0 or self._is_other(tensor) for tensor in _tensors(values))
-        self.is_pointwise &= not any(tensor.dim() == 0 or self._is_other(tensor) for tensor in results)
+        every = [*_tensors(values), *results]
+        self.is_pointwise &= not any(tensor.dim() == 0 or self._is_other(tensor) for tensor in every)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -106,7 +106,7 @@ class _Derivation(TorchDispatchMode):
     def _is_other(self, value: Any) -> bool:
         if isinstance(value, torch.Tensor):
             return value.dim() > 0 and tuple(map(expression, value.shape)) != self.shape
-        return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        return isinstance(value, SYMBOLIC)
 
     def _is_linear(self, value: Any) -> bool:
         return id(value) in self.linear or id(value) in self.zero

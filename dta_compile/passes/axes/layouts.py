@@ -156,10 +156,8 @@ def is_tensor(node: Any) -> bool:
 
 
 def through_copies(node: fx.Node) -> fx.Node:
-    """Follow copies and slices of whole dimensions back to their source."""
-    while node.target in DIFFERENTIABLE_COPIES or (
-        node.target is aten.slice.Tensor and sizes(node) == sizes(node.args[0])
-    ):
+    """Follow copies back to their source."""
+    while node.target in DIFFERENTIABLE_COPIES:
         node = node.args[0]
     return node
 

@@ -37,7 +37,7 @@ def index_position_tables(program: Program) -> None:
     picked: dict[fx.Node, _Picked] = {}
     for node in list(program.graph.nodes):
         operands = node.all_input_nodes
-        if operands and operands[0] in tables and tables.issuperset(operands) and _has_constant_sizes(node):
+        if operands and tables.issuperset(operands) and is_tensor(node) and not free_symbols(sizes(node)):
             tables.add(node)
             continue
         if looked_up := _rows_of_embedding(node, tables):
@@ -54,10 +54,6 @@ def index_position_tables(program: Program) -> None:
         program.graph.erase_node(node)
     if picked:
         program.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in program.draws)
-
-
-def _has_constant_sizes(node: fx.Node) -> bool:
-    return is_tensor(node) and not free_symbols(sizes(node))
 
 
 def _rows_of_embedding(node: fx.Node, tables: set[fx.Node]) -> _Picked | None:

@@ -10,14 +10,7 @@ import torch
 from torch import fx
 
 from dta_compile.executable.layouts import Axis, Flat, Frame, Layout, flat
-from dta_compile.passes.axes.layouts import (
-    Arguments,
-    MixesTokens,
-    argument,
-    broadcast,
-    require_feature,
-    unify_frames,
-)
+from dta_compile.passes.axes.layouts import Arguments, MixesTokens, argument, broadcast, require_feature, unify_frames
 from dta_compile.passes.graphs.operators import COPIES, MAYBE_COPIES, RESHAPES, TRANSPOSITIONS
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import expression, sizes
@@ -229,19 +222,11 @@ def slice_(node: fx.Node, arguments: Arguments) -> Layout:
     dim %= len(before)
     if layout.dims[dim] is None or before[dim] == after[dim]:
         return layout
-    step = argument(node, 4, "step")
-    if (
-        layout.dims[dim] is not Axis.TOKEN
-        or step not in (None, 1)
-        or layout.frame is None
-        or layout.frame.start is None
-    ):
-        axis = "token" if layout.dims[dim] is Axis.TOKEN else "batch"
-        raise MixesTokens(
-            f"it takes every {step}th entry of the {axis} axis"
-            if step not in (None, 1)
-            else f"it slices the {axis} axis"
-        )
+    step, axis = argument(node, 4, "step"), "token" if layout.dims[dim] is Axis.TOKEN else "batch"
+    if step not in (None, 1):
+        raise MixesTokens(f"it takes every {step}th entry of the {axis} axis")
+    if axis == "batch" or layout.frame is None or layout.frame.start is None:
+        raise MixesTokens(f"it slices the {axis} axis")
     start = argument(node, 2, "start") or 0
     start = start.meta["val"] if isinstance(start, fx.Node) else start
     first = expression(start) + (before[dim] if start < 0 else 0)  # comparing a symbolic start adds a guard

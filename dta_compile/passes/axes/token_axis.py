@@ -32,6 +32,7 @@ from dta_compile.passes.program import (
     Value,
     ancestors,
     has_tensor,
+    items_of,
     where,
 )
 from dta_compile.passes.symbols import expression, sizes
@@ -54,15 +55,9 @@ def token_axis(program: Program) -> None:
     index_position_tables(program)
     values: dict[fx.Node, Value] = {}
     roots: dict[fx.Node, frozenset[fx.Node]] = {}
-    layouts: dict[tuple[fx.Node, fx.Node], Layout] = {}
     dependent: set[fx.Node] = set()
     # Rules read what has been found so far.
-    program.values, program.roots, program.input_layouts, program.parameter_dependent = (
-        values,
-        roots,
-        layouts,
-        dependent,
-    )
+    program.values, program.roots, program.input_layouts, program.parameter_dependent = values, roots, {}, dependent
     known = _Known(program)
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
     trained = (InputKind.PARAMETER, InputKind.DIFFERENTIABLE_DATA)
@@ -78,7 +73,7 @@ def token_axis(program: Program) -> None:
         elif node.op != "output":
             if has_tensor(node) and not dependent.isdisjoint(node.all_input_nodes):
                 dependent.add(node)
-            values[node] = known.interpret(node, roots, layouts)
+            values[node] = known.interpret(node)
 
 
 class _Known:
@@ -89,10 +84,9 @@ class _Known:
         self.found: dict[Hashable, tuple[Layout, list[Layout | None]]] = {}
         self.facts: dict[fx.Node, Hashable] = {}
 
-    def interpret(
-        self, node: fx.Node, roots: dict[fx.Node, frozenset[fx.Node]], layouts: dict[tuple[fx.Node, fx.Node], Layout]
-    ) -> Value:
-        """The value of a node; `roots` and `layouts` of `Program` are added to."""
+    def interpret(self, node: fx.Node) -> Value:
+        """The value of a node; `roots` and `input_layouts` of the program are added to."""
+        layouts: Any = self.program.input_layouts
         is_known = node.op == "call_function" and node in self.dependent
         key = self._key(node) if is_known and node not in self.program.other_batches else None
         if key in self.found:
@@ -100,7 +94,7 @@ class _Known:
             pairs = zip(node.all_input_nodes, adopted, strict=True)
             layouts.update({(node, arg): layout for arg, layout in pairs if layout is not None})
             return value
-        result = _interpret(self.program, node, roots, layouts)
+        result = _interpret(self.program, node)
         if key is not None and isinstance(result, Layout):
             self.found[key] = result, [layouts.get((node, arg)) for arg in node.all_input_nodes]
         return result
@@ -117,7 +111,7 @@ class _Known:
     def _facts(self, node: fx.Node) -> Hashable:
         if node not in self.facts:
             value, traced = self.values[node], node.meta["val"]
-            is_mixed = any(isinstance(one, Mixed) for one in (value if isinstance(value, tuple) else [value]))
+            is_mixed = any(isinstance(one, Mixed) for one in items_of(value))
             same = id(traced) if has_tensor(node) else str(traced)
             self.facts[node] = None if is_mixed else (same, value, node in self.dependent)
         return self.facts[node]
@@ -151,7 +145,8 @@ def _find_axes(program: Program) -> None:
     # A loop over sequences makes the batch size a constant: Dynamo traces anew for another one.
     program.batch = batch if batch != 1 else None
     program.tokens = tokens
-    others = [call for call in calls if not _has_sizes(call, batch, tokens)]
+    own = (batch, tokens), (1, tokens)  # a call over one row stands for all of them
+    others = [call for call in calls if batch_and_tokens(call) not in own]
     program.other_batches = ancestors(others) - ancestors([call for call in calls if call not in others])
 
 
@@ -169,11 +164,6 @@ def _line_of_constant(call: fx.Node, size: sympy.Expr) -> str | None:
 def own_mixer_calls(program: Program) -> list[fx.Node]:
     """The mixer calls over the program's own batch."""
     return [call for call in mixer_calls(program.graph) if call not in program.other_batches]
-
-
-def _has_sizes(call: fx.Node, batch: sympy.Expr, tokens: sympy.Expr) -> bool:
-    """Whether a call is over these rows, or over one row that stands for all of them."""
-    return batch_and_tokens(call) in ((batch, tokens), (1, tokens))
 
 
 def _require_own_keys(calls: list[fx.Node]) -> None:
@@ -201,15 +191,11 @@ def _of_input(program: Program, node: fx.Node, spec: Input) -> Value:
     return layout_by_shape(program, node)
 
 
-def _interpret(
-    program: Program,
-    node: fx.Node,
-    roots: dict[fx.Node, frozenset[fx.Node]],
-    layouts: dict[tuple[fx.Node, fx.Node], Layout],
-) -> Value:
+def _interpret(program: Program, node: fx.Node) -> Value:
     if not has_tensor(node):
         return None
-    value = apply_rule(program, node, program.values, layouts)
+    roots: Any = program.roots
+    value = apply_rule(program, node, program.values, program.input_layouts)
     frame = value.frame if isinstance(value, Layout) and value.has_flat else None
     if frame is not None and frame.start is not None and _is_read_flat(program, node):
         program.parameter_dependent.add(node)  # type: ignore[attr-defined]  # no other region has such values
@@ -258,15 +244,14 @@ def _in_own_batch(program: Program, node: fx.Node, value: Layout) -> Layout | Mi
 
 def is_labelled(value: Value) -> bool:
     """Whether a value, or an item of a tuple, has a batch or token axis."""
-    items = value if isinstance(value, tuple) else (value,)
-    return any(isinstance(item, Layout) and item.labelled for item in items)
+    return any(isinstance(item, Layout) and item.labelled for item in items_of(value))
 
 
 def apply_rule(
     program: Program,
     node: fx.Node,
     values: Mapping[fx.Node, Value],
-    adopted: dict[tuple[fx.Node, fx.Node], Layout] | None,
+    adopted: Any,
 ) -> Value:
     """The value of a call node given those of its arguments; layouts that dense arguments take on go to `adopted`."""
     mixer = MIXERS.get(node.target)  # of attention, masks have a proof of their own

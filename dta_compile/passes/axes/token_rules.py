@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import OptionError
-from dta_compile.executable.layouts import Axis, Flat, Layout
+from dta_compile.executable.layouts import Axis, Layout
 from dta_compile.ops.collectives import ALONG_THE_LAST, EMBEDDING_PART, ENTRY_BY_ENTRY
 from dta_compile.ops.experts.operators import EXPERT_LINEAR, EXPERT_SUM
 from dta_compile.ops.mixer import BATCH, MIXERS, TOKENS
@@ -79,10 +79,11 @@ def matmul(left: int, right: int) -> Rule:
         a, b = arguments[node.args[left]], arguments[node.args[right]]
         if a.dims[-1] is not None or b.dims[-2 if len(b.dims) > 1 else -1] is not None:
             raise MixesTokens("it contracts (sums over) the token or batch axis")
-        outer = tuple(_same_axis(x, y) for x, y in zip(a.dims[:-2], b.dims[:-2], strict=True))
+        if a.dims[:-2] != b.dims[:-2]:
+            raise MixesTokens("it multiplies along different axes")
         rows = a.dims[-2:-1]
         columns = b.dims[-1:] if len(b.dims) > 1 else ()
-        product = single_token_axis(Layout((*outer, *rows, *columns), unify_frames([a.frame, b.frame])))
+        product = single_token_axis(Layout((*a.dims[:-2], *rows, *columns), unify_frames([a.frame, b.frame])))
         if left and broadcast(node, arguments, [node.args[0]], beside=product).dims != product.dims:
             raise MixesTokens("it adds a value with axes that the product lacks")
         return product
@@ -90,22 +91,14 @@ def matmul(left: int, right: int) -> Rule:
     return rule
 
 
-def _same_axis(a: Axis | Flat | None, b: Axis | Flat | None) -> Axis | Flat | None:
-    if a is not b:
-        raise MixesTokens("it multiplies along different axes")
-    return a
-
-
 def embedding(node: fx.Node, arguments: Arguments) -> Layout:
     """Rule for `embedding`: one row of a table for every index."""
     table, index = arguments[node.args[0]], arguments[node.args[1]]
     if table.labelled:
         raise MixesTokens("it looks up rows of a table that is itself computed per token")
-    if node.target is EMBEDDING_PART:
-        return Layout((*index.dims, None), index.frame)
-    if argument(node, 3, "scale_grad_by_freq"):
+    if node.target is not EMBEDDING_PART and argument(node, 3, "scale_grad_by_freq"):
         raise MixesTokens("with scale_grad_by_freq, its gradient is divided by how often tokens occur in the batch")
-    if argument(node, 4, "sparse"):
+    if node.target is not EMBEDDING_PART and argument(node, 4, "sparse"):
         raise MixesTokens("with sparse=True, its gradient has an entry for every token of the batch")
     return Layout((*index.dims, None), index.frame)
 
@@ -359,10 +352,8 @@ def rule_for(target: Any) -> Rule | None:
         return mixing
     if not is_tagged_pointwise(target):
         return None
-    # Some return one number for the whole tensor (aten.equal).
-    return (
-        pointwise if all(isinstance(returned.type, torch.TensorType) for returned in target._schema.returns) else None
-    )
+    gives_tensors = all(isinstance(one.type, torch.TensorType) for one in target._schema.returns)
+    return pointwise if gives_tensors else None  # not one number for the whole tensor (aten.equal)
 
 
 def register_token_rule(op: Any, rule: Rule) -> None:

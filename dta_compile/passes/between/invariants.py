@@ -40,12 +40,12 @@ class Invariant:
     violations: Violations
 
 
-_table: list[Invariant] = []
+INVARIANTS: list[Invariant] = []
 
 
 def _rule(text: str, *fields: str) -> Callable[[Violations], Violations]:
     def add(violations: Violations) -> Violations:
-        _table.append(Invariant(text, frozenset(fields), violations))
+        INVARIANTS.append(Invariant(text, frozenset(fields), violations))
         return violations
 
     return add
@@ -233,6 +233,3 @@ def _written(node: fx.Node) -> list[fx.Node]:
 
 def _is_accumulator(node: fx.Node) -> bool:
     return node.op == "placeholder" and "memory" not in node.meta
-
-
-INVARIANTS: tuple[Invariant, ...] = tuple(_table)

@@ -49,7 +49,7 @@ def sign(program: Program, step: Pass) -> None:
 
 
 def _text(graph: fx.Graph) -> str:
-    rows = [(_statement(node), _origin(node)) for node in graph.nodes]
+    rows = [(_statement(node), "  ".join(_origins(node))) for node in graph.nodes]
     width = min(max((len(statement) for statement, _ in rows), default=0), 100)
     return "\n".join(f"{statement:<{width}}  # {origin}".rstrip(" #") for statement, origin in rows)
 
@@ -95,10 +95,6 @@ def _kind(value: Any) -> str:
         case None:
             return "?"
     return type(value).__name__
-
-
-def _origin(node: fx.Node) -> str:
-    return "  ".join(_origins(node))
 
 
 def _origins(node: fx.Node) -> Iterator[str]:

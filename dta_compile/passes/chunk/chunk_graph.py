@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.source import ConstantSource
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dta_compile.errors import RefusalError
 from dta_compile.executable.layouts import Axis, Flat, InputKind, Layout
@@ -24,7 +23,7 @@ from dta_compile.passes.graphs.nodes import is_uniform
 from dta_compile.passes.graphs.operators import OF_TWO_TENSORS, SQUEEZES, TAKE_A_SHAPE
 from dta_compile.passes.graphs.subgraph import graph_module
 from dta_compile.passes.program import ChunkInput, Program, has_tensor, where
-from dta_compile.passes.symbols import free_symbols, sizes, symbolic
+from dta_compile.passes.symbols import free_symbols, new_size, sizes, symbolic
 
 aten = torch.ops.aten
 
@@ -267,15 +266,7 @@ def _number(node: fx.Node) -> int | float | None:
 
 def free_sizes(shape_env: ShapeEnv) -> tuple[Any, Any]:
     """Symbols for the number of chunk tokens and of head rows."""
-    tokens, head_rows = (_free_size(shape_env, name, hint) for name, hint in (("tokens", 61), ("head_rows", 53)))
-    return tokens, head_rows
-
-
-def _free_size(shape_env: ShapeEnv, name: str, hint: int) -> Any:
-    symbol = shape_env.create_symbol(
-        hint, source=ConstantSource(f"__dta_{name}"), dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
-    )
-    return shape_env.create_symintnode(symbol, hint=hint)
+    return new_size(shape_env, "__dta_tokens", 61), new_size(shape_env, "__dta_head_rows", 53)
 
 
 def fake_inputs(program: Program, tokens: Any, head_rows: Any) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.lm_head.operators import LINEAR_LOG_PROB, Head, Results
@@ -34,13 +35,8 @@ LEAST_VOCABULARY = 2**15
 
 @contract(
     reads=[
-        "training",
-        "placeholders",
-        "mixer_nodes",
-        "region_parameters",
-        "constant_inputs",
-        "trunk_inputs",
-        "head_inputs",
+        *("training", "placeholders", "mixer_nodes"),
+        *("region_parameters", "constant_inputs", "trunk_inputs", "head_inputs"),
     ],
     rewrites=["chunk"],
     may_be_skipped=True,
@@ -51,14 +47,14 @@ def lm_head(program: Program) -> None:
     layers = [node for node in graph.nodes if _is_large(node)]
     if not layers:
         return
-    values = _values(program)
+    _propagate(program)
     trained = _trained(program)
     for linear in layers:
-        reductions = Reading(linear, values, trained).reductions
+        reductions = Reading(linear, trained).reductions
         if reductions and not _depend_on_logits(linear, reductions):
             for scaling in dict.fromkeys(reduction.meaning.scaling for reduction in reductions):
                 own = [reduction for reduction in reductions if reduction.meaning.scaling == scaling]
-                _Fusion(linear, scaling, own, values).replace()
+                _Fusion(linear, scaling, own).replace()
     graph.eliminate_dead_code()
     graph.lint()
     program.chunk.recompile()
@@ -71,20 +67,12 @@ def _is_large(node: fx.Node) -> bool:
     return isinstance(vocabulary, int) and vocabulary >= LEAST_VOCABULARY
 
 
-def _values(program: Program) -> dict[fx.Node, Any]:
-    """Return fake tensors of the chunk graph's nodes; `meta["val"]` of these nodes is over the whole batch."""
+def _propagate(program: Program) -> None:
+    """Give the nodes of the chunk graph fake tensors of a chunk; those that they have are over the whole batch."""
     shape_env = ShapeEnv()
-    values: dict[fx.Node, Any] = {}
-
-    class Recorder(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            values[n] = super().run_node(n)
-            return values[n]
-
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     with mode, enable_python_dispatcher(), torch._C._DisableAutocast(), torch.no_grad():
-        Recorder(program.chunk, garbage_collect_values=False).run(*fake_inputs(program, *free_sizes(shape_env)))
-    return values
+        FakeTensorProp(program.chunk, mode).propagate_dont_convert_inputs(*fake_inputs(program, *free_sizes(shape_env)))
 
 
 def _trained(program: Program) -> set[fx.Node]:
@@ -111,12 +99,9 @@ def _depend_on_logits(linear: fx.Node, reductions: Sequence[Reduction]) -> bool:
 class _Fusion:
     """Replacement of all reductions of the same scaled logits by one operator."""
 
-    def __init__(
-        self, linear: fx.Node, scaling: Scaling, reductions: list[Reduction], values: dict[fx.Node, Any]
-    ) -> None:
-        self.graph, self.linear, self.scaling = linear.graph, linear, scaling
-        self.reductions, self.values = reductions, values
-        dtypes = [values[reduction.node.args[0]].dtype for reduction in reductions]
+    def __init__(self, linear: fx.Node, scaling: Scaling, reductions: list[Reduction]) -> None:
+        self.graph, self.linear, self.scaling, self.reductions = linear.graph, linear, scaling, reductions
+        dtypes = [reduction.node.args[0].meta["val"].dtype for reduction in reductions]
         self.dtype = torch.float32
         for dtype in dtypes:
             self.dtype = torch.promote_types(self.dtype, statistics_dtype(dtype))
@@ -156,16 +141,16 @@ class _Fusion:
                 number = number * by if divides else number / by
         if number == 1 and not tensors:
             return None
-        device = self.values[self.linear].device
+        device = self.linear.meta["val"].device
         result = self._call(aten.full.default, [], number, dtype=self.dtype, device=device)
         for divides, value in tensors:
             result = self._call(aten.mul.Tensor if divides else aten.div.Tensor, result, value)
         return result
 
     def _per_row(self, scale: fx.Node) -> fx.Node:
-        is_one = all(isinstance(size, int) for size in self.values[scale].shape)
+        is_one = all(isinstance(size, int) for size in scale.meta["val"].shape)
         flat = self._call(aten.reshape.default, scale, [] if is_one else [self.rows, 1])
-        return self._cast(flat, self.values[scale].dtype, self.dtype)
+        return self._cast(flat, scale.meta["val"].dtype, self.dtype)
 
     def _labels(self) -> tuple[fx.Node | None, dict[fx.Node, tuple[int, int]]]:
         """Return all labels concatenated, `[rows, K]`, and the columns of each gather's labels."""
@@ -175,10 +160,9 @@ class _Fusion:
             labels = reduction.labels
             if labels is None or labels in columns:
                 continue
-            dim, rank = reduction.node.args[1], self.values[labels].dim()
-            count = int(self.values[labels].shape[dim])
-            order = [i for i in range(rank) if i != dim % rank] + [dim % rank]
-            last = self._call(aten.permute.default, labels, order)
+            dim = reduction.node.args[1]
+            count = int(labels.meta["val"].shape[dim])
+            last = self._call(aten.movedim.int, labels, dim, -1)
             parts.append(self._call(aten.reshape.default, last, [self.rows, count]))
             columns[labels], stop = (stop, stop + count), stop + count
         return (self._call(aten.cat.default, parts, 1) if len(parts) > 1 else next(iter(parts), None)), columns
@@ -194,13 +178,13 @@ class _Fusion:
         """Return the source of a cast to the linear layer's dtype; return any other node unchanged."""
         if node.target is not aten._to_copy.default or node.kwargs.keys() - CAST:
             return node
-        value, source = self.values[node], self.values[node.args[0]]
-        to_layer = value.dtype == self.values[self.linear].dtype and source.is_floating_point()
+        value, source = node.meta["val"], node.args[0].meta["val"]
+        to_layer = value.dtype == self.linear.meta["val"].dtype and source.is_floating_point()
         return node.args[0] if to_layer and value.device == source.device else node
 
     def _result(self, reduction: Reduction, results: Results, columns: dict[fx.Node, tuple[int, int]]) -> fx.Node:
         """Compute the value of a reduction from the operator's results, in its shape and dtype."""
-        meaning, value = reduction.meaning, self.values[reduction.node]
+        meaning, value = reduction.meaning, reduction.node.meta["val"]
         if reduction.labels is not None:
             source = results.log_prob if meaning.kind is Kind.LOG_PROBS else results.logit
             result = self._picked(reduction, source, *columns[reduction.labels])
@@ -219,13 +203,11 @@ class _Fusion:
 
     def _picked(self, gather: Reduction, source: fx.Node, start: int, stop: int) -> fx.Node:
         """Return columns of `[rows, K]` in the shape of a gather's result."""
-        value, dim = self.values[gather.node], gather.node.args[1] % self.values[gather.node].dim()
+        value, dim = gather.node.meta["val"], gather.node.args[1] % gather.node.meta["val"].dim()
         part = self._call(aten.slice.Tensor, source, 1, start, stop)
         others = [size for i, size in enumerate(value.shape) if i != dim]
         last = self._call(aten.reshape.default, part, self._shape([*others, stop - start]))
-        order = list(range(len(others)))
-        order.insert(dim, len(others))
-        return self._call(aten.permute.default, last, order)
+        return self._call(aten.movedim.int, last, -1, dim)
 
     def _shape(self, sizes: Sequence[Any]) -> list[Any]:
         return [size if isinstance(size, int) else self.rows for size in sizes]

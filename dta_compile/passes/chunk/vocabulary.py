@@ -66,16 +66,14 @@ class Reading:
 
     Args:
         linear: the layer's output, `[rows, V]`.
-        values: fake tensors of all nodes of the graph.
         trained: nodes that depend on trained parameters, which scales must not.
 
     Attributes:
         reductions: the reductions that all uses end at, in graph order; empty if the logits have another use.
     """
 
-    def __init__(self, linear: fx.Node, values: dict[fx.Node, Any], trained: set[fx.Node]) -> None:
-        self.values, self.trained = values, trained
-        self.vocabulary = values[linear].shape[1]
+    def __init__(self, linear: fx.Node, trained: set[fx.Node]) -> None:
+        self.trained, self.vocabulary = trained, linear.meta["val"].shape[1]
         self.meanings: dict[fx.Node, Meaning] = {}
         self.reductions: list[Reduction] = []
         bias = linear.args[0] if linear.target is aten.addmm.default else None
@@ -92,7 +90,7 @@ class Reading:
 
     def vocabulary_dim(self, node: fx.Node) -> int:
         """Return the dimension of a value that runs over the vocabulary."""
-        sizes = self.values[node].shape
+        sizes = node.meta["val"].shape
         return next(dim for dim, size in enumerate(sizes) if isinstance(size, int) and size == self.vocabulary)
 
     def _read(self, node: fx.Node) -> bool:
@@ -109,7 +107,7 @@ class Reading:
     # Rules: the meaning of a node, given the meanings of its arguments; None if it is unknown.
 
     def _copy(self, node: fx.Node) -> Meaning | None:
-        value, source = self.values[node], self.values[node.args[0]]
+        value, source = node.meta["val"], node.args[0].meta["val"]
         if not value.is_floating_point() or value.device != source.device:
             return None
         meaning = self.meanings[node.args[0]]
@@ -161,7 +159,7 @@ class Reading:
         one for all."""
         if not isinstance(by, fx.Node):
             return _is_number(by)
-        scale = self.values[by]
+        scale = by.meta["val"]
         return by not in self.trained and scale.is_floating_point() and self._is_per_row(value, by)
 
     def _is_per_row(self, value: fx.Node, other: fx.Node) -> bool:
@@ -178,10 +176,10 @@ class Reading:
         value, bias = (left, right) if left in self.meanings else (right, left)
         meaning = self.meanings[value]
         first = meaning.kind is Kind.LOGITS and meaning.scaling == Scaling()
-        if not first or not isinstance(bias, fx.Node) or tuple(self.values[bias].shape) != (self.vocabulary,):
+        if not first or not isinstance(bias, fx.Node) or tuple(bias.meta["val"].shape) != (self.vocabulary,):
             return None
-        last = self.vocabulary_dim(value) == self.values[value].dim() - 1
-        unchanged = self.values[value].dtype == self.values[bias].dtype == self.values[node].dtype
+        last = self.vocabulary_dim(value) == value.meta["val"].dim() - 1
+        unchanged = value.meta["val"].dtype == bias.meta["val"].dtype == node.meta["val"].dtype
         return dataclasses.replace(meaning, scaling=Scaling(bias)) if last and unchanged else None
 
     def _subtract(self, node: fx.Node) -> Meaning | None:
@@ -216,18 +214,13 @@ class Reading:
         if self._kind(node) not in (Kind.LOGITS, Kind.LOG_PROBS) or labels in self.meanings:
             return None
         shape, picked = self._sizes(source), self._sizes(labels)
-        if not self._is_over_vocabulary(source, [dim]) or not isinstance(self.values[labels].shape[dim], int):
+        if not self._is_over_vocabulary(source, [dim]) or not isinstance(labels.meta["val"].shape[dim], int):
             return None
         shape[dim] = picked[dim]
         return Reduction(node, self.meanings[source], labels) if shape == picked else None
 
-    def _logsumexp(self, node: fx.Node) -> Reduction | None:
-        over = self._kind(node) is Kind.LOGITS and self._is_over_vocabulary(*node.args[:2])
-        return Reduction(node, self.meanings[node.args[0]]) if over else None
-
-    def _sum(self, node: fx.Node) -> Reduction | None:
-        over = self._kind(node) in (Kind.PROBS_LOG_PROBS, Kind.PROBS_LOGITS)
-        over = over and self._is_over_vocabulary(*node.args[:2])
+    def _reduced(self, node: fx.Node) -> Reduction | None:
+        over = self._kind(node) in REDUCED[node.target] and self._is_over_vocabulary(*node.args[:2])
         return Reduction(node, self.meanings[node.args[0]]) if over else None
 
     def _kind(self, node: fx.Node) -> Kind | None:
@@ -235,12 +228,12 @@ class Reading:
         return meaning.kind if meaning is not None else None
 
     def _is_over_vocabulary(self, value: fx.Node, dims: list[int]) -> bool:
-        rank = self.values[value].dim()
+        rank = value.meta["val"].dim()
         return [dim % rank for dim in dims or range(rank)] == [self.vocabulary_dim(value)]
 
     def _sizes(self, node: fx.Node) -> list[str]:
         """Return sizes as text: symbolic ones must not be compared by their hints."""
-        return [str(size) for size in self.values[node].shape]
+        return [str(size) for size in node.meta["val"].shape]
 
     def _long_dims(self, node: fx.Node) -> list[str]:
         return [size for size in self._sizes(node) if size != "1"]
@@ -258,6 +251,11 @@ def _of_same_logits(node: fx.Node, one: Meaning, other: Meaning) -> bool:
 
 Rule = Callable[[Reading, fx.Node], Meaning | Reduction | None]
 
+# By reduction, what it may reduce over the vocabulary.
+REDUCED: dict[Any, tuple[Kind, ...]] = {
+    aten.logsumexp.default: (Kind.LOGITS,),
+    aten.sum.dim_IntList: (Kind.PROBS_LOG_PROBS, Kind.PROBS_LOGITS),
+}
 READING_RULES: dict[Any, Rule] = {
     **dict.fromkeys(COPIES | CASTS, Reading._copy),
     **dict.fromkeys(KEEP_ORDER, Reading._reshape),
@@ -271,6 +269,5 @@ READING_RULES: dict[Any, Rule] = {
     aten._log_softmax.default: Reading._log_softmax,
     aten.exp.default: Reading._exponential,
     aten.gather.default: Reading._gather,
-    aten.logsumexp.default: Reading._logsumexp,
-    aten.sum.dim_IntList: Reading._sum,
+    **dict.fromkeys(REDUCED, Reading._reduced),
 }

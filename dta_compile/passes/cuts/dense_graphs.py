@@ -23,16 +23,7 @@ from dta_compile.passes.program import Mixed, Program, ancestors, has_tensor
     reads=[
         *("training", "module", "placeholders", "draws", "written"),
         *("batch", "tokens", "values", "parameter_dependent"),
-        *(
-            "mixers",
-            "region",
-            "frontier",
-            "trunk_inputs",
-            "head_inputs",
-            "constant_inputs",
-            "trunk_keys",
-            "head_keys",
-        ),
+        *("mixers", "region", "frontier", "trunk_inputs", "head_inputs", "constant_inputs", "trunk_keys", "head_keys"),
     ],
     fills=["prologue_nodes", "prologue", "epilogue", "epilogue_dense_inputs", "row_epilogue"],
 )
@@ -43,7 +34,7 @@ def dense_graphs(program: Program) -> None:
     draws = place_draws(program, _read_by_chunks(program))
 
     def is_dense(node: fx.Node) -> bool:
-        return _is_dense_tensor(program, node) and node not in draws.late
+        return has_tensor(node) and node not in program.parameter_dependent and node not in draws.late
 
     needed = ancestors([*outputs, *draws.epilogue], stop=lambda node: node in frontier or is_dense(node))
     program.epilogue_dense_inputs = [
@@ -74,17 +65,11 @@ def prologue_nodes(program: Program) -> list[fx.Node]:
     return list(dict.fromkeys([*_read_by_chunks(program), *program.epilogue_dense_inputs]))
 
 
-def _is_dense_tensor(program: Program, node: fx.Node) -> bool:
-    return has_tensor(node) and node not in program.parameter_dependent and node.op != "output"
-
-
 def _read_by_chunks(program: Program) -> list[fx.Node]:
     chunk_inputs = [*program.trunk_inputs, *program.head_inputs, *program.trunk_keys, *program.head_keys]
-    nodes: dict[fx.Node, None] = dict.fromkeys(item.node for item in chunk_inputs)
-    nodes.update(dict.fromkeys(program.constant_inputs))
-    nodes.update(dict.fromkeys(condition.source for condition in program.conditions))
-    nodes.update(dict.fromkeys(leaves_of_masks(program)))
-    return list(nodes)
+    nodes = [*(item.node for item in chunk_inputs), *program.constant_inputs]
+    nodes += [*(condition.source for condition in program.conditions), *leaves_of_masks(program)]
+    return list(dict.fromkeys(nodes))
 
 
 def graph_of(

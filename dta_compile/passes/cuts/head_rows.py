@@ -36,7 +36,7 @@ from dta_compile.passes.graphs.operators import (
     SUMS,
     ZERO_OF_ZERO,
 )
-from dta_compile.passes.program import FrontierValue, Program, Value
+from dta_compile.passes.program import FrontierValue, Program, Value, items_of
 
 aten = torch.ops.aten
 
@@ -114,17 +114,13 @@ def _nonzero(program: Program) -> dict[fx.Node, frozenset[Conditions]]:
             continue
         branches = _branches(program, node)
         if branches:
-            parts = [_and_also(of(operand), condition) for operand, condition in branches]
+            parts = [frozenset(all_of | {condition} for all_of in of(operand)) for operand, condition in branches]
         else:
             operands = _zero_if_zero(node)
             parts = [ALWAYS] if operands is None else [of(operand) for operand in operands]
         union = frozenset().union(*parts)
         nonzero[node] = union if len(union) <= MOST_USES else ALWAYS
     return nonzero
-
-
-def _and_also(conditions: frozenset[Conditions], condition: Condition) -> frozenset[Conditions]:
-    return frozenset(all_of | {condition} for all_of in conditions)
 
 
 def _branches(program: Program, node: fx.Node) -> list[tuple[Any, Condition]]:
@@ -188,10 +184,9 @@ def _is_zero(program: Program, arg: Any) -> bool:
 
 
 def _is_token_wise(value: Value) -> bool:
-    items = value if isinstance(value, tuple) else (value,)
-    return all(isinstance(item, Layout) and item.frame is not None for item in items)
+    return all(isinstance(item, Layout) and item.frame is not None for item in items_of(value))
 
 
 def _frame(value: Value) -> Any:
     """Return the token positions that a token-wise value covers."""
-    return value[0].frame if isinstance(value, tuple) else value.frame  # type: ignore[union-attr]
+    return items_of(value)[0].frame  # type: ignore[union-attr]

@@ -19,18 +19,9 @@ from dta_compile.passes.program import Program, where
 
 @contract(
     reads=[
-        *(
-            "training",
-            "codegen",
-            "own_symbols",
-            "inputs",
-            "module",
-            "placeholders",
-            "written",
-            "other_batches",
-            "mixers",
-        ),
-        *("frontier", "epilogue", "trunk_inputs", "head_inputs", "constant_inputs", "trunk_keys", "head_keys"),
+        *("training", "codegen", "own_symbols", "inputs", "module", "placeholders", "written", "other_batches"),
+        *("mixers", "frontier", "epilogue"),
+        *("trunk_inputs", "head_inputs", "constant_inputs", "trunk_keys", "head_keys"),
     ],
     fills=["rest"],
     rewrites=["prologue_nodes", "prologue", "epilogue_dense_inputs"],
@@ -72,7 +63,8 @@ def other_batches(program: Program) -> None:
     program.prologue_nodes = prologue_nodes(program)
     program.prologue = graph_of(program, [], program.prologue_nodes)
     settings = program.training, program.codegen, program.own_symbols
-    program.rest = Program.lowered(module, *settings, inputs, placeholders)
+    program.rest = rest = Program(module, *settings, inputs, module, placeholders)
+    rest.filled |= {"inputs", "module", "placeholders", "draws", "written"}
 
 
 def _refuse_random_operators(program: Program) -> None:

@@ -28,12 +28,12 @@ def prefix_key(program: Program) -> None:
     inputs = _chunk_inputs(program, nodes)
     own = [item for item in inputs if any(user in seen_later for user in _users(program, item))]
     head_only = [item for item in inputs if item not in own]
-    per_token = {node: None for node in nodes if _has_token_axis(program, node)}
+    per_token = {node: None for node in nodes if is_per_token(program.values[node])}
     reads_head_inputs = {user for item in head_only for user in _users(program, item)}
     frontier = {value.node for value in program.frontier}
     trunk = cheapest_cut(
         per_token,
-        lambda node: _cost(program, node),
+        lambda node: bytes_per_token(node, program.values[node]),
         first=seen_later & per_token.keys(),
         last=reads_head_inputs & per_token.keys(),
         leaving=frontier,
@@ -79,17 +79,6 @@ def _users(program: Program, item: ChunkInput) -> list[fx.Node]:
     ]
 
 
-def _has_token_axis(program: Program, node: fx.Node) -> bool:
-    value = program.values[node]
-    items = value if isinstance(value, tuple) else (value,)
-    return any(isinstance(item, Layout) and is_per_token(item) for item in items)
-
-
-def _cost(program: Program, node: fx.Node) -> float:
-    value = program.values[node]
-    return float("inf") if isinstance(value, tuple) else bytes_per_token(node, program.layout(node))
-
-
 def _constant_inputs(program: Program, nodes: list[fx.Node]) -> list[fx.Node]:
     """Return the dense values without batch or token axis that the region reads: buffers, scales."""
     constants: dict[fx.Node, None] = {}
@@ -121,16 +110,12 @@ def _key_roots(program: Program, item: ChunkInput) -> list[fx.Node]:
     whole = item.layout == program.values[item.node] and item.layout.frame is not None
     if not whole:
         return [item.node]
-    roots, pending, seen = set[fx.Node](), [item.node], set[fx.Node]()
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if program.roots[node] == {node} or _is_one_number_per_token(program, node, item.layout):
-            roots.add(node)
-        else:
-            pending += [arg for arg in node.all_input_nodes if arg in program.roots]
+
+    def is_root(node: fx.Node) -> bool:
+        return program.roots.get(node, frozenset()) == {node} or _is_one_number_per_token(program, node, item.layout)
+
+    sources = ancestors([item.node], stop=lambda node: node not in program.roots or is_root(node))
+    roots = {node for node in sources if node in program.roots and is_root(node)}
     readable = all(isinstance(program.values[node], Layout) for node in roots)
     return sorted(roots, key=lambda node: node.name) if readable else [item.node]
 

@@ -21,22 +21,14 @@ from dta_compile.passes.graphs.operators import DROPOUTS, MATRIX_PRODUCTS
 from dta_compile.passes.graphs.subgraph import bytes_per_token, cheapest_cut, is_per_token
 from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.masks.mixers import cache_outputs, mixing_refusal
-from dta_compile.passes.program import FrontierValue, Mixed, Program, ancestors, has_tensor, where
+from dta_compile.passes.program import FrontierValue, Mixed, Program, ancestors, has_tensor, items_of, where
 from dta_compile.passes.symbols import expression, sizes
 
 aten = torch.ops.aten
 
 
 @contract(
-    reads=[
-        "training",
-        "batch",
-        "tokens",
-        "mixers",
-        "mixer_nodes",
-        "draws",
-        "other_batches",
-    ],
+    reads=["training", "batch", "tokens", "mixers", "mixer_nodes", "draws", "other_batches"],
     fills=["region", "frontier", "dense_layer"],
     rewrites=["module", "values", "parameter_dependent"],
 )
@@ -51,7 +43,7 @@ def regions(program: Program) -> None:
         if node in before_last_mixer and isinstance(value, Mixed):
             raise mixing_refusal(value)
     _refuse_dropout(program, live)
-    candidates = [node for node in live if _could_run_per_token(program, node)]
+    candidates = [node for node in live if is_per_token(program.values[node])]
     weights = {node for node in program.parameter_dependent if _is_weight(program, node)}
     outputs = {node for node in program.outputs if isinstance(node, fx.Node)}
     per_token = set(candidates)
@@ -59,7 +51,13 @@ def regions(program: Program) -> None:
     feeds_others = {node for node in candidates if node in outputs or not others.isdisjoint(node.users)}
     forced = before_last_mixer | {node for node in candidates if not weights.isdisjoint(node.all_input_nodes)}
     forced = ancestors(list(forced)) & per_token
-    region = cheapest_cut(candidates, lambda node: _cost(program, node), first=forced, last=set(), leaving=feeds_others)
+    region = cheapest_cut(
+        candidates,
+        lambda node: bytes_per_token(node, program.values[node]),
+        first=forced,
+        last=set(),
+        leaving=feeds_others,
+    )
     region |= ancestors(list(region)) & weights.intersection(live)
     _unflatten(program, region)
     live = [node for node in program.graph.nodes if node in program.parameter_dependent and node.op != "placeholder"]
@@ -130,18 +128,9 @@ def _refuse_dropout(program: Program, live: list[fx.Node]) -> None:
             raise mixing_refusal(mixed)
 
 
-def _could_run_per_token(program: Program, node: fx.Node) -> bool:
-    """Token-wise with a token axis (a tuple of results counts if all of them do)."""
-    value = program.values[node]
-    if isinstance(value, tuple):
-        return all(isinstance(item, Layout) and is_per_token(item) for item in value)
-    return isinstance(value, Layout) and is_per_token(value)
-
-
 def _is_weight(program: Program, node: fx.Node) -> bool:
     """Computed from parameters alone: without batch or token axis, and cheap to have in two regions."""
-    value = program.values.get(node)
-    items = value if isinstance(value, tuple) else (value,)
+    items = items_of(program.values.get(node))
     return has_tensor(node) and all(isinstance(item, Layout) and not item.labelled for item in items)
 
 
@@ -158,21 +147,8 @@ def _is_handed_over(program: Program, node: fx.Node) -> bool:
     sources = ancestors([node])
     if not sources.isdisjoint(program.mixer_nodes):
         return True
-    data = [source for source in sources if source.op == "placeholder" and has_tensor(source)]
-    return program.batch is None and any(_has_axes(program, source) for source in data)
-
-
-def _has_axes(program: Program, node: fx.Node) -> bool:
-    value = program.values[node]
-    return not isinstance(value, Layout) or value.labelled
-
-
-def _cost(program: Program, node: fx.Node) -> float:
-    value = program.values[node]
-    if isinstance(value, tuple):
-        return float("inf")  # tuples cannot be expanded; their items can
-    assert isinstance(value, Layout)
-    return bytes_per_token(node, value)
+    data = [program.values[source] for source in sources if source.op == "placeholder" and has_tensor(source)]
+    return program.batch is None and any(not isinstance(value, Layout) or value.labelled for value in data)
 
 
 def _frontier_value(program: Program, node: fx.Node, is_cache: bool) -> FrontierValue:

@@ -169,13 +169,10 @@ def _counts_rows(node: fx.Node, values: dict[fx.Node, Value]) -> bool:
 def _take_shape_of_row(copy: fx.Node, layout: Value, batch: fx.Node) -> None:
     """Replace the shape that an operator takes by that of one row of its result."""
     assert isinstance(layout, Layout)
-    shape = list(copy.args[1] if len(copy.args) > 1 else copy.kwargs["size"])
+    source, shape, *others = copy.args
     with copy.graph.inserting_before(copy):
-        new = tuple(_size_of_row(size, axis, batch) for size, axis in zip(shape, layout.dims, strict=True))
-    if len(copy.args) > 1:
-        copy.args = (copy.args[0], list(new), *copy.args[2:])
-    else:
-        copy.kwargs = {**copy.kwargs, "size": list(new)}
+        new = [_size_of_row(size, axis, batch) for size, axis in zip(shape, layout.dims, strict=True)]
+    copy.args = (source, new, *others)
 
 
 def _size_of_row(size: Any, axis: Any, batch: fx.Node) -> Any:

@@ -8,7 +8,6 @@ is only as long as a row, and adding it takes a kernel of its own.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Collection, Hashable, Iterable
 from typing import Any
 
@@ -128,5 +127,4 @@ def _is_small(target: fx.Node, value: Any) -> bool:
 
 
 def _kind(nodes: Iterable[fx.Node]) -> Hashable:
-    values = [node.meta["val"] for node in nodes]
-    return tuple(itertools.chain.from_iterable((value.dtype, value.device) for value in values))
+    return tuple((node.meta["val"].dtype, node.meta["val"].device) for node in nodes)

@@ -15,8 +15,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-import re
-import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +22,7 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.executable.code import Input, Module, Source, size_symbols
+from dta_compile.executable.code import Input, Source, size_symbols, text_of
 from dta_compile.executable.pieces import Piece
 from dta_compile.passes.chunk_bytes import ChunkSizes
 from dta_compile.passes.graphs.nodes import SizeNodes, is_item, is_pointwise, is_polynomial
@@ -192,18 +190,8 @@ def _body(cluster: list[fx.Node], sizes: list[fx.Node], inputs: list[fx.Node], o
 
 def source_of(body: fx.Graph, symbols: Sequence[sympy.Symbol], values: Sequence[torch.Tensor]) -> Source:
     """Return the source of a graph whose placeholders are sizes (`symbols` in the shapes of `values`), then tensors."""
-    code = body.python_code("self")
-    used = set(re.findall(r"\w+", code.src))
-    names = ((name, value) for name, value in sorted(code.globals.items()) if name in used)
     renamed = dict(zip(symbols, size_symbols(len(symbols)), strict=True))
-    return Source(
-        code.src,
-        tuple(
-            (name, Module(value.__name__) if isinstance(value, types.ModuleType) else value) for name, value in names
-        ),
-        len(symbols),
-        tuple(_input(value, renamed) for value in values),
-    )
+    return Source(*text_of(body), len(symbols), tuple(_input(value, renamed) for value in values))
 
 
 def _input(value: torch.Tensor, renamed: dict[sympy.Symbol, sympy.Symbol]) -> Input:

@@ -18,14 +18,8 @@ from dta_compile.errors import RefusalError
 from dta_compile.passes.chunk.chunk_graph import chunk_device, fake_inputs, free_sizes
 from dta_compile.passes.chunk_bytes import Bytes, ChunkSizes, total
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.gradients.partition import (
-    JointTrace,
-    backward_graph,
-    choose_saved,
-    forward_graph,
-    states_of,
-)
-from dta_compile.passes.gradients.stage_traces import StageTrace, TracedStage, traced_stages
+from dta_compile.passes.gradients.partition import backward_graph, choose_saved, forward_graph
+from dta_compile.passes.gradients.stage_traces import Segment, StageTrace, states_of, traced_stages
 from dta_compile.passes.graphs.storage import owner
 from dta_compile.passes.program import Program, output_node
 from dta_compile.passes.stage_graphs import ChunkStages, KeptValue, Memory, StageGraphs, StageOfChunk
@@ -37,20 +31,16 @@ aten = torch.ops.aten
 
 @contract(
     reads=[
-        "placeholders",
-        "mixer_nodes",
-        "chunk",
-        "region_parameters",
-        "constant_inputs",
-        "trunk_inputs",
-        "head_inputs",
+        *("placeholders", "mixer_nodes", "chunk"),
+        *("region_parameters", "constant_inputs", "trunk_inputs", "head_inputs"),
     ],
     fills=["stages"],
     rewrites=["training", "frontier"],
 )
 def joint(program: Program) -> None:
     """Fill `program.stages`; drop from the frontier's differentiable values those of frozen parameters alone."""
-    candidates = _differentiable(program) if program.training else []
+    values = enumerate(program.frontier if program.training else ())
+    candidates = [i for i, value in values if value.differentiable and not value.is_cache]
     traced, sizes = _traced_stages(program, candidates)
     program.stages = stages = _connected(program, traced, candidates, sizes)
     program.frontier = [
@@ -60,25 +50,21 @@ def joint(program: Program) -> None:
     program.training = bool(stages.differentiated)
 
 
-def _differentiable(program: Program) -> list[int]:
-    return [i for i, value in enumerate(program.frontier) if value.differentiable and not value.is_cache]
-
-
 def _connected(
-    program: Program, traced: Sequence[TracedStage], candidates: Sequence[int], sizes: ChunkSizes
+    program: Program, traced: Sequence[tuple[Segment, StageTrace]], candidates: Sequence[int], sizes: ChunkSizes
 ) -> ChunkStages:
     """Assign slots to the values that stages read and write. Of the `candidates` for differentiation, those that depend
     on trained parameters are differentiated."""
     graph = program.chunk.graph
     slots = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     inputs, stages = len(slots), list[StageOfChunk]()
-    kinds = {trace: i for i, trace in enumerate(dict.fromkeys(item.trace for item in traced))}
+    kinds = {trace: i for i, trace in enumerate(dict.fromkeys(trace for _, trace in traced))}
     taken = set[int]()  # slots whose gradients a stage takes
-    for segment, trace in ((item.segment, item.trace) for item in traced):
+    for segment, trace in traced:
         slots |= {node: len(slots) + i for i, node in enumerate(segment.outputs)}
         reads, writes = ([slots[node] for node in nodes] for nodes in (segment.inputs, segment.outputs))
         stages.append(StageOfChunk(kinds[trace], tuple(segment.layers), tuple(reads), tuple(writes)))
-        taken |= {writes[i] for i in trace.differentiated}
+        taken |= {writes[i] for i in trace.tangents}
     outputs = [slots[node] for node in output_node(graph).args[0]]
     first_of_head = inputs - len(program.head_inputs) - 1
     return ChunkStages(
@@ -93,14 +79,13 @@ def _connected(
     )
 
 
-def _graphs_of(stage: StageTrace, sizes: ChunkSizes, training: bool) -> StageGraphs:
+def _graphs_of(trace: StageTrace, sizes: ChunkSizes, training: bool) -> StageGraphs:
     """Partition the joint graph of a kind of stage; in `training`, states are saved even if nothing has a gradient."""
-    trace = JointTrace(stage, sizes)
-    saved = choose_saved(trace) if training else []
-    memory = _Memory(trace)
-    forward_only = forward_graph(trace, trace.outputs)
+    saved = choose_saved(trace, sizes) if training else []
+    memory = _Memory(trace, sizes)
+    forward_only = forward_graph(trace, sizes, trace.outputs)
     graphs = StageGraphs(
-        cache_only=forward_graph(trace, []),
+        cache_only=forward_graph(trace, sizes, []),
         forward_only=forward_only,
         forward=forward_only,
         backward=None,
@@ -108,35 +93,33 @@ def _graphs_of(stage: StageTrace, sizes: ChunkSizes, training: bool) -> StageGra
         state_bytes=total(sizes.bytes(node.meta["val"]) for node in trace.states).per_token,
         result_bytes=total(sizes.bytes(node.meta["val"]) for node in trace.mixing_at_once).per_token,
     )
-    return _with_backward(stage, trace, graphs, saved, memory) if training else graphs
+    return _with_backward(trace, graphs, saved, memory) if training else graphs
 
 
-def _with_backward(
-    stage: StageTrace, trace: JointTrace, graphs: StageGraphs, saved: Sequence[fx.Node], memory: _Memory
-) -> StageGraphs:
+def _with_backward(trace: StageTrace, graphs: StageGraphs, saved: Sequence[fx.Node], memory: _Memory) -> StageGraphs:
     own = [node for node in saved if node not in trace.outputs]
-    backward, inputs = backward_graph(trace, saved)
+    backward, inputs = backward_graph(trace, memory.sizes, saved)
     nodes = [*(trace.primals[i] for i in inputs), *saved]
     places = [
         *(("read", i) for i in inputs),
         *(("saved", own.index(node)) if node in own else ("written", trace.outputs.index(node)) for node in saved),
     ]
     kept = [
-        KeptValue(place, *memory.of(node), trace.sizes.head_dim(node.meta["val"]))
+        KeptValue(place, *memory.of(node), memory.sizes.head_dim(node.meta["val"]))
         for place, node in zip(places, nodes, strict=True)
     ]
     position = {node: i for i, node in enumerate(nodes)}
     gradients = [i for i, gradient in enumerate(trace.gradients) if gradient is not None]
-    of_head = trace.depending_on(node for node, flag in zip(trace.primals, stage.is_of_head, strict=True) if flag)
+    of_head = trace.depending_on(node for node, flag in zip(trace.primals, trace.is_of_head, strict=True) if flag)
     return dataclasses.replace(
         graphs,
-        forward=forward_graph(trace, [*trace.outputs, *own]),
+        forward=forward_graph(trace, memory.sizes, [*trace.outputs, *own]),
         backward=backward if trace.tangents else None,
         kept=tuple(kept),
         states=tuple(tuple(position[state] for state in states_of(node)) for node in trace.mixing),
         differentiated=tuple(trace.tangents),
         gradients=tuple(gradients),
-        parameters=tuple(i for i in gradients if stage.is_parameter[i]),
+        parameters=tuple(i for i in gradients if trace.is_parameter[i]),
         sources=tuple(_sources(trace)),
         separable=not any(value.head_dim is None and node in of_head for value, node in zip(kept, nodes, strict=True)),
     )
@@ -145,8 +128,8 @@ def _with_backward(
 class _Memory:
     """Storages of a stage's values: of outputs ("written", i), of inputs ("read", i), of others ("saved", name)."""
 
-    def __init__(self, trace: JointTrace) -> None:
-        self.sizes, self.per_chunk = trace.sizes, trace.per_token()
+    def __init__(self, trace: StageTrace, sizes: ChunkSizes) -> None:
+        self.sizes, self.per_chunk = sizes, trace.per_token()
         self.known: dict[fx.Node, Memory] = {}
         for i, node in enumerate(trace.outputs):
             self.known.setdefault(owner(node), ("written", i))
@@ -159,7 +142,7 @@ class _Memory:
         return self.known.get(source, ("saved", source.name)), size
 
 
-def _sources(trace: JointTrace) -> list[frozenset[int]]:
+def _sources(trace: StageTrace) -> list[frozenset[int]]:
     """Return, for each gradient, the positions of the tangents that it depends on."""
     dependent = {i: trace.depending_on([tangent]) for i, tangent in trace.tangents.items()}
     return [
@@ -169,7 +152,7 @@ def _sources(trace: JointTrace) -> list[frozenset[int]]:
     ]
 
 
-def _traced_stages(program: Program, grad_outputs: list[int]) -> tuple[list[TracedStage], ChunkSizes]:
+def _traced_stages(program: Program, grad_outputs: list[int]) -> tuple[list[tuple[Segment, StageTrace]], ChunkSizes]:
     """Trace the stages of the chunk graph; refuse graphs that work for one number of tokens or head rows only."""
     shape_env = ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)

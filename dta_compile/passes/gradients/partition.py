@@ -24,8 +24,8 @@ from torch import fx
 
 from dta_compile.ops.mixer import mixer_of_backward, mixer_of_chunk
 from dta_compile.passes.chunk_bytes import ChunkSizes
-from dta_compile.passes.gradients.stage_traces import StageTrace
-from dta_compile.passes.graphs.nodes import call, descendants, is_item, is_pointwise
+from dta_compile.passes.gradients.stage_traces import StageTrace, has_running_state, states_of
+from dta_compile.passes.graphs.nodes import call, is_item, is_pointwise
 from dta_compile.passes.graphs.operators import LOOKUPS, ONE_PASS, ROW_REDUCTIONS
 from dta_compile.passes.graphs.storage import owner, view_source
 from dta_compile.passes.graphs.subgraph import Subgraph, graph_module, missing, source_side
@@ -34,74 +34,7 @@ from dta_compile.passes.program import ancestors, has_tensor
 aten = torch.ops.aten
 
 
-class JointTrace:
-    """Joint graph of one kind of stage: from inputs and output gradients to outputs and input gradients.
-
-    Attributes:
-        sizes: computes bytes of values from the numbers of tokens and head rows.
-        primals: the values that the stage reads.
-        outputs: the values that it writes.
-        tangents: by position of a differentiated output, its gradient.
-        gradients: the gradient of each primal; None if it has none.
-    """
-
-    def __init__(self, trace: StageTrace, sizes: ChunkSizes) -> None:
-        self.module, self.sizes = trace.module, sizes
-        placeholders, results = trace.placeholders, trace.results
-        count = len(trace.is_parameter)
-        self.primals = placeholders[:count]
-        self.tangents = dict(zip(trace.differentiated, placeholders[count:], strict=True))
-        self.outputs: list[fx.Node] = results[: trace.written]
-        self.gradients: list[fx.Node | None] = results[trace.written :]
-
-    @property
-    def mixing(self) -> list[fx.Node]:
-        """The mixer operators, one per layer."""
-        return [node for node in self.module.graph.nodes if mixer_of_chunk(node.target)]
-
-    @property
-    def states(self) -> list[fx.Node]:
-        """The states of all layers, which go on the path: keys and values, for attention."""
-        return list(dict.fromkeys(state for node in self.mixing for state in states_of(node)))
-
-    @property
-    def mixing_at_once(self) -> list[fx.Node]:
-        """The mixer operators without a running state, whose results may be kept: attention."""
-        return [node for node in self.mixing if not _has_running_state(node)]
-
-    @property
-    def backward_results(self) -> list[fx.Node]:
-        """The gradients, and the mixers' backward operators, which add state gradients to the path."""
-        leaving = [node for node in self.module.graph.nodes if mixer_of_backward(node.target)]
-        return [*(gradient for gradient in self.gradients if gradient is not None), *leaving]
-
-    def per_token(self) -> set[fx.Node]:
-        """Return the values that depend on the chunk's tokens or head rows; the others are of parameters alone."""
-        return self.depending_on(node for node in self.primals if runs_over_chunk(node))
-
-    def depending_on(self, sources: Iterable[fx.Node]) -> set[fx.Node]:
-        """Return `sources` and all values computed from them."""
-        return descendants(self.module.graph, sources)
-
-
-def runs_over_chunk(node: fx.Node) -> bool:
-    """Return whether a value has a dimension of tokens or head rows."""
-    return any(not isinstance(size, int) for size in node.meta["val"].shape)
-
-
-def states_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the states that a mixer operator puts on the path."""
-    mixer = mixer_of_chunk(node.target)
-    assert mixer is not None
-    return mixer.states_of(node.args[1:])
-
-
-def _has_running_state(node: fx.Node) -> bool:
-    mixer = mixer_of_chunk(node.target)
-    return mixer is not None and mixer.running_state is not None
-
-
-def choose_saved(trace: JointTrace) -> list[fx.Node]:
+def choose_saved(trace: StageTrace, sizes: ChunkSizes) -> list[fx.Node]:
     """Return the values to save: the states that the stage computes, then others. May add copies of views to the trace.
 
     Values of parameters alone are not saved: they are cheap to recompute, and would be kept once per chunk.
@@ -112,7 +45,7 @@ def choose_saved(trace: JointTrace) -> list[fx.Node]:
     read = dict.fromkeys(arg for node in _in_order(trace, backward) for arg in node.all_input_nodes if arg in forward)
     saved = [
         _copied(trace, node) if view_source(node) is not None else node
-        for node in saved_values(forward, read, trace.states, trace.sizes)
+        for node in _Cut(forward, [*read, *trace.states], set(map(owner, trace.states)), sizes).solve()
     ]
     states = [state for state in trace.states if state.op != "placeholder"]
     boundary = {*trace.primals, *trace.tangents.values(), *states, *saved}
@@ -121,12 +54,12 @@ def choose_saved(trace: JointTrace) -> list[fx.Node]:
     return list(dict.fromkeys([*states, *_in_order(trace, others)]))
 
 
-def _in_order(trace: JointTrace, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+def _in_order(trace: StageTrace, nodes: Iterable[fx.Node]) -> list[fx.Node]:
     members = set(nodes)
     return [node for node in trace.module.graph.nodes if node in members]
 
 
-def _copied(trace: JointTrace, view: fx.Node) -> fx.Node:
+def _copied(trace: StageTrace, view: fx.Node) -> fx.Node:
     """Replace a view of a part by its copy, which can be saved without its base."""
     with trace.module.graph.inserting_after(view):
         copy = call(trace.module.graph, aten.clone.default, view)
@@ -181,15 +114,15 @@ class _OnPath(Subgraph):
         return call
 
 
-def forward_graph(trace: JointTrace, outputs: Iterable[fx.Node]) -> fx.GraphModule:
+def forward_graph(trace: StageTrace, sizes: ChunkSizes, outputs: Iterable[fx.Node]) -> fx.GraphModule:
     """Build the graph that computes `outputs` and writes the states of every layer to the path."""
     outputs = list(outputs)
     computed = ancestors(outputs)
     for node in reversed(trace.mixing):
         # A layer whose result is not needed still writes its states, for later chunks.
         if node not in computed:
-            computed |= ancestors([node] if _has_running_state(node) else list(states_of(node)))
-    part = _OnPath(trace.sizes)
+            computed |= ancestors([node] if has_running_state(node) else list(states_of(node)))
+    part = _OnPath(sizes)
     part.add_inputs(trace.primals)
     for node in trace.module.graph.nodes:
         if node not in computed and mixer_of_chunk(node.target):
@@ -200,7 +133,7 @@ def forward_graph(trace: JointTrace, outputs: Iterable[fx.Node]) -> fx.GraphModu
     return graph_module(trace.module, part.graph)
 
 
-def backward_graph(trace: JointTrace, saved: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[int]]:
+def backward_graph(trace: StageTrace, sizes: ChunkSizes, saved: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[int]]:
     """Build the graph from inputs, saved values and tangents to input gradients; also return the inputs that it takes.
 
     A recomputed value is placed right before the first gradient operator that reads it, so that its lifetime is short.
@@ -210,7 +143,7 @@ def backward_graph(trace: JointTrace, saved: Sequence[fx.Node]) -> tuple[fx.Grap
     computed = ancestors(trace.backward_results, stop=boundary.__contains__)
     needed = computed.union(trace.states)
     inputs = [i for i, node in enumerate(trace.primals) if node in needed]
-    part = _OnPath(trace.sizes)
+    part = _OnPath(sizes)
     part.add_inputs(trace.primals[i] for i in inputs)
     part.add_inputs(saved, "saved_")
     part.add_inputs(tangents)
@@ -228,21 +161,16 @@ NEVER = float("inf")
 NOMINAL_ROWS = 1024  # tokens and head rows of the chunk that costs are computed for
 
 
-def saved_values(
-    forward: set[fx.Node], read: Iterable[fx.Node], states: Iterable[fx.Node], sizes: ChunkSizes
-) -> list[fx.Node]:
-    """Return the cheapest values to save.
+class _Cut:
+    """Network whose minimum cut is the cheapest values to save.
+
+    A value is two nodes: "had" (the backward needs it) and "made" (it recomputes it).
 
     Args:
         forward: the values that the forward computes from the chunk's inputs, and these inputs.
-        read: the values of `forward` that the backward reads.
-        states: states of mixers, whose storages are always kept.
+        read: the values of `forward` that the backward reads, and the states of mixers.
+        pinned: the storages of states, which are always kept.
     """
-    return _Cut(forward, [*read, *states], {owner(node) for node in states}, sizes).solve()
-
-
-class _Cut:
-    """Network of the minimum cut. A value is two nodes: "had" (the backward needs it) and "made" (it recomputes it)."""
 
     def __init__(self, forward: set[fx.Node], read: list[fx.Node], pinned: set[fx.Node], sizes: ChunkSizes) -> None:
         self.forward, self.read, self.pinned, self.sizes = forward, read, pinned, sizes

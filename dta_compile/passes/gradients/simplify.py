@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from dta_compile.ops.collectives import SAME_ON_RANKS
-from dta_compile.passes.graphs.nodes import call, filled_with, is_pointwise
+from dta_compile.passes.graphs.nodes import call, filled_with, is_pointwise, replace_nodes
 from dta_compile.passes.graphs.operators import ALIASES, EXCHANGES, SCALINGS
 from dta_compile.passes.graphs.storage import same_memory_format
 from dta_compile.passes.symbols import sizes
@@ -24,12 +24,12 @@ aten = torch.ops.aten
 
 def simplify(graph: fx.Graph) -> None:
     """Apply the identities to every node in graph order, so that arguments are simplified before their users."""
-    for node in list(graph.nodes):
-        with graph.inserting_before(node):
-            replacement = next(filter(None, (rule(node) for rule in IDENTITIES)), None)
-        if replacement is not None and _fits(node, replacement):
-            replacement.meta = {**node.meta, **replacement.meta}
-            node.replace_all_uses_with(replacement)
+
+    def simplified(node: fx.Node) -> fx.Node | None:
+        replacement = next(filter(None, (rule(node) for rule in IDENTITIES)), None)
+        return replacement if replacement is not None and _fits(node, replacement) else None
+
+    replace_nodes(graph, simplified)
     graph.eliminate_dead_code()
 
 
@@ -52,14 +52,10 @@ def _keeps_its_result(user: fx.Node, node: fx.Node, value: torch.Tensor) -> bool
     return same_memory_format(user.target(*args, **kwargs), user.meta["val"])
 
 
-def _aliased(node: fx.Node) -> fx.Node | None:
-    """`x.detach()` is x: the graph is not differentiated again. So is the alias of autograd since torch 2.14."""
-    return node.args[0] if node.target in ALIASES else None
-
-
-def _same_on_ranks(node: fx.Node) -> fx.Node | None:
-    """`SAME_ON_RANKS` is the identity, whose derivative has been traced already."""
-    return node.args[0] if node.target is SAME_ON_RANKS else None
+def _same(node: fx.Node) -> fx.Node | None:
+    """`x.detach()` is x: the graph is not differentiated again. So are the alias of autograd since torch 2.14, and
+    `SAME_ON_RANKS`, whose derivative has been traced already."""
+    return node.args[0] if node.target in ALIASES or node.target is SAME_ON_RANKS else None
 
 
 def _first_power(node: fx.Node) -> fx.Node | None:
@@ -150,8 +146,7 @@ def _sparse_log_softmax_gradient(node: fx.Node) -> fx.Node | None:
 
 
 IDENTITIES: tuple[Callable[[fx.Node], fx.Node | None], ...] = (
-    _aliased,
-    _same_on_ranks,
+    _same,
     _first_power,
     _transposed_twice,
     _scaled_after_expand,

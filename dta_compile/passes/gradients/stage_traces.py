@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from dta_compile.codegen.worker import reason
 from dta_compile.errors import RefusalError
 from dta_compile.ops.mixer import mixer_of_backward, mixer_of_chunk
 from dta_compile.passes.gradients.simplify import simplify
@@ -30,44 +31,72 @@ from dta_compile.passes.program import ancestors, output_node, where_now
 
 @dataclasses.dataclass(eq=False)
 class StageTrace:
-    """Joint graph of one kind of stage, whose mixer layers are numbered from zero.
+    """Joint graph of one kind of stage: from inputs and output gradients to outputs and input gradients.
 
     Attributes:
-        module: from inputs and output gradients to outputs and input gradients.
-        is_parameter: per input, whether it is a parameter of the chunk graph.
-        is_of_head: per input, whether it depends on head rows.
-        differentiated: positions of the outputs whose gradients are taken.
-        written: the number of outputs.
+        module: the graph, whose mixer layers are numbered from zero.
+        primals: the values that the stage reads.
+        outputs: the values that it writes.
+        tangents: by position of a differentiated output, its gradient.
+        gradients: the gradient of each primal; None if it has none.
+        is_parameter: per primal, whether it is a parameter of the chunk graph.
+        is_of_head: per primal, whether it depends on head rows.
     """
 
     module: fx.GraphModule
+    primals: list[fx.Node]
+    outputs: list[fx.Node]
+    tangents: dict[int, fx.Node]
+    gradients: list[fx.Node | None]
     is_parameter: tuple[bool, ...]
     is_of_head: tuple[bool, ...]
-    differentiated: tuple[int, ...]
-    written: int
 
     @property
-    def placeholders(self) -> list[fx.Node]:
-        """The inputs, then the output gradients."""
-        return list(self.module.graph.find_nodes(op="placeholder"))
+    def mixing(self) -> list[fx.Node]:
+        """The mixer operators, one per layer."""
+        return [node for node in self.module.graph.nodes if mixer_of_chunk(node.target)]
 
     @property
-    def results(self) -> list[Any]:
-        """The outputs, then the gradient of each input; None for inputs without one."""
-        return list(output_node(self.module.graph).args[0])
+    def states(self) -> list[fx.Node]:
+        """The states of all layers, which go on the path: keys and values, for attention."""
+        return list(dict.fromkeys(state for node in self.mixing for state in states_of(node)))
+
+    @property
+    def mixing_at_once(self) -> list[fx.Node]:
+        """The mixer operators without a running state, whose results may be kept: attention."""
+        return [node for node in self.mixing if not has_running_state(node)]
+
+    @property
+    def backward_results(self) -> list[fx.Node]:
+        """The gradients, and the mixers' backward operators, which add state gradients to the path."""
+        leaving = [node for node in self.module.graph.nodes if mixer_of_backward(node.target)]
+        return [*(gradient for gradient in self.gradients if gradient is not None), *leaving]
+
+    def per_token(self) -> set[fx.Node]:
+        """Return the values that depend on the chunk's tokens or head rows; the others are of parameters alone."""
+        return self.depending_on(node for node in self.primals if runs_over_chunk(node))
+
+    def depending_on(self, sources: Iterable[fx.Node]) -> set[fx.Node]:
+        """Return `sources` and all values computed from them."""
+        return descendants(self.module.graph, sources)
 
 
-@dataclasses.dataclass(eq=False)
-class TracedStage:
-    """A stage of a chunk graph.
+def runs_over_chunk(node: fx.Node) -> bool:
+    """Return whether a value has a dimension of tokens or head rows."""
+    return any(not isinstance(size, int) for size in node.meta["val"].shape)
 
-    Attributes:
-        segment: the nodes of the stage.
-        trace: the joint graph of its kind.
-    """
 
-    segment: Segment
-    trace: StageTrace
+def states_of(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Return the states that a mixer operator puts on the path."""
+    mixer = mixer_of_chunk(node.target)
+    assert mixer is not None
+    return mixer.states_of(node.args[1:])
+
+
+def has_running_state(node: fx.Node) -> bool:
+    """Return whether a mixer operator keeps one tensor for all tokens so far."""
+    mixer = mixer_of_chunk(node.target)
+    return mixer is not None and mixer.running_state is not None
 
 
 class _Kind:
@@ -98,7 +127,12 @@ class _Kind:
             for node in module.graph.nodes:
                 if mixer_of_chunk(node.target) or mixer_of_backward(node.target):
                     node.args = (self._layers[node.args[0]], *node.args[1:])
-            self._traces[key] = StageTrace(module, *self.flags, tuple(tangents), len(self.outputs))
+            nodes, results = list(module.graph.find_nodes(op="placeholder")), list(output_node(module.graph).args[0])
+            read, written = len(self.inputs), len(self.outputs)
+            of_outputs = dict(zip(tangents, nodes[read:], strict=True))
+            self._traces[key] = StageTrace(
+                module, nodes[:read], results[:written], of_outputs, results[written:], *self.flags
+            )
         return self._traces[key]
 
     def _differentiated(self, positions: Sequence[int]) -> Callable[..., Any]:
@@ -121,8 +155,8 @@ def traced_stages(
     parameters: int,
     head_inputs: int,
     trunk_inputs: int,
-) -> list[TracedStage]:
-    """Trace the stages of a chunk graph, in order; the caller enables or disables gradients.
+) -> list[tuple[Segment, StageTrace]]:
+    """Trace the stages of a chunk graph, in order, each by its kind; the caller enables or disables gradients.
 
     Args:
         primals: fake tensors for the inputs of the chunk graph.
@@ -166,7 +200,7 @@ def _make_fx(function: Any, *inputs: Any) -> fx.GraphModule:
         raise RefusalError(
             "torch cannot differentiate this operation over a free number of tokens",
             where=where_now(),
-            got=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}",
+            got=reason(error),
             hint="write it with other operations",
         ) from error
 
@@ -182,13 +216,15 @@ def _result_gradients(
     return gradients
 
 
-def _with_traces(stages: Sequence[tuple[Segment, _Kind]], gradients: dict[fx.Node, torch.Tensor]) -> list[TracedStage]:
+def _with_traces(
+    stages: Sequence[tuple[Segment, _Kind]], gradients: dict[fx.Node, torch.Tensor]
+) -> list[tuple[Segment, StageTrace]]:
     """Trace stages from the last to the first: input gradients of a stage are output gradients of earlier ones."""
     traced = []
     for segment, kind in reversed(stages):
         trace = kind.trace({i: gradients[node] for i, node in enumerate(segment.outputs) if node in gradients})
-        traced.append(TracedStage(segment, trace))
-        for node, gradient in zip(segment.inputs, trace.results[trace.written :], strict=True):
+        traced.append((segment, trace))
+        for node, gradient in zip(segment.inputs, trace.gradients, strict=True):
             if gradient is not None:
                 _add_gradient(gradients, node, gradient.meta["val"])
     return traced[::-1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import sympy
@@ -30,6 +30,30 @@ def call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     with enable_python_dispatcher():  # some operators accept symbolic sizes only with it (expand inside baddbmm)
         node.meta["val"] = target(*fx.node.map_arg(args, lambda arg: arg.meta["val"]), **kwargs)
     return node
+
+
+def replace_nodes(graph: fx.Graph, rule: Callable[[fx.Node], fx.Node | None]) -> None:
+    """Replace the nodes that a rule returns another one for, in graph order, so that arguments come before their users.
+
+    The rule inserts nodes right before its argument. A call that it returns takes what it lacks of the node's `meta`.
+    """
+    for node in list(graph.nodes):
+        with graph.inserting_before(node):
+            new = rule(node)
+        if new is not None:
+            if new.op != "placeholder":
+                new.meta = {**node.meta, **new.meta}
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+
+
+def full_for(node: fx.Node, shape: list[Any], number: Any) -> fx.Node:
+    """Insert a constructor of a value with the dtype and device of a node's, filled with one number."""
+    value = node.meta["val"]
+    kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    full = node.graph.call_function(aten.full.default, (shape, number), kwargs)
+    full.meta = dict(node.meta)
+    return full
 
 
 class First:
@@ -103,16 +127,16 @@ def swaps(node: fx.Node) -> bool:
 def sizes_from_inputs(graph: fx.Graph) -> None:
     """Replace every size of an intermediate value that is a polynomial of sizes of inputs by arithmetic on those."""
     builder = SizeNodes(graph)
-    for node in list(graph.nodes):
+
+    def from_inputs(node: fx.Node) -> fx.Node | None:
         value = node.meta.get("val")
         asks_a_tensor = any(has_tensor(arg) and arg.op != "placeholder" for arg in node.all_input_nodes)
         if node.op != "call_function" or not isinstance(value, torch.SymInt) or not asks_a_tensor:
-            continue
-        with graph.inserting_before(node):
-            replacement = builder.build(expression(value))
-        if isinstance(replacement, fx.Node):
-            node.replace_all_uses_with(replacement)
-            graph.erase_node(node)
+            return None
+        replacement = builder.build(expression(value))
+        return replacement if isinstance(replacement, fx.Node) else None
+
+    replace_nodes(graph, from_inputs)
 
 
 def is_polynomial(value: Any) -> bool:

@@ -115,13 +115,7 @@ ZERO_OF_ZERO = SAME_ENTRIES | {aten.neg.default, aten.abs.default, aten.sum.dim_
 UNARY = CASTS | {aten.detach.default, aten.exp.default, aten.neg.default}
 # and along the dimensions that the second argument names.
 ALONG_DIMENSIONS = frozenset(
-    {
-        aten._log_softmax.default,
-        aten._softmax.default,
-        aten.gather.default,
-        aten.logsumexp.default,
-        aten.squeeze.dim,
-    }
+    {aten._log_softmax.default, aten._softmax.default, aten.gather.default, aten.logsumexp.default, aten.squeeze.dim}
 )
 
 # ---- What an operator costs

@@ -90,8 +90,9 @@ def write_to_new_values(graph: fx.Graph) -> bool:
 
 
 def _replaced(node: fx.Node) -> bool:
-    functional = FUNCTIONAL_VARIANTS.get(node.target)
-    if functional is None or node.kwargs or not _is_read_by_nothing_else(node.args[0], node):
+    functional, written = FUNCTIONAL_VARIANTS.get(node.target), node.args[0]
+    is_own = written.op == "call_function" and view_source(written) is None and set(written.users) == {node}
+    if functional is None or node.kwargs or not is_own:
         return False
     with node.graph.inserting_before(node):
         new = call(node.graph, functional, *node.args)
@@ -102,7 +103,3 @@ def _replaced(node: fx.Node) -> bool:
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
     return True
-
-
-def _is_read_by_nothing_else(value: fx.Node, reader: fx.Node) -> bool:
-    return value.op == "call_function" and view_source(value) is None and set(value.users) == {reader}

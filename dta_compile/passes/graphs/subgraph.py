@@ -12,7 +12,7 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from dta_compile.executable.layouts import Flat, Layout
-from dta_compile.passes.program import ancestors
+from dta_compile.passes.program import Value, ancestors, items_of
 
 
 class Subgraph:
@@ -116,14 +116,16 @@ def source_side(network: nx.DiGraph) -> set[Any]:
     return set(nx.descendants(open_edges, "source"))
 
 
-def bytes_per_token(node: fx.Node, layout: Layout) -> float:
-    """Return the bytes per token of a value: the product of its features and the element size."""
+def bytes_per_token(node: fx.Node, layout: Value) -> float:
+    """Return the bytes per token of a value: the product of its features and the element size; infinity for a tuple."""
+    if not isinstance(layout, Layout):
+        return math.inf  # tuples cannot be expanded; their items can
     value = node.meta["val"]
     features = [int(size) for size, axis in zip(value.shape, layout.dims, strict=True) if axis is None]
     features += [axis.features for axis in layout.dims if isinstance(axis, Flat)]
     return float(math.prod(features) * value.element_size())
 
 
-def is_per_token(layout: Layout) -> bool:
-    """Return whether a chunk has one row of the value per token (that of its sequence, without a token axis)."""
-    return layout.row_dim is not None
+def is_per_token(value: Value) -> bool:
+    """Return whether a chunk has one row per token (that of its sequence, without a token axis) of all of a value."""
+    return all(isinstance(item, Layout) and item.row_dim is not None for item in items_of(value))

@@ -18,11 +18,10 @@ from torch._decomp import get_decompositions
 from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_CALL, Masking
 from dta_compile.ops.dtypes import autocast
-from dta_compile.passes.graphs.nodes import filled_with
+from dta_compile.passes.graphs.nodes import filled_with, full_for, replace_nodes
 from dta_compile.passes.graphs.operators import FULL_VARIANTS, UNINITIALIZED
 from dta_compile.passes.lowering.attention.rewrite import dropout_refusal
 from dta_compile.passes.program import where_now
-from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
 
@@ -137,31 +136,14 @@ TABLE = {
 
 def spell_out_constructors(graph: fx.Graph) -> None:
     """Replace `x.new_zeros(size)` and the like by `full(size, value)`, which depends on sizes alone."""
-    for node in list(graph.nodes):
+
+    def spelled_out(node: fx.Node) -> fx.Node | None:
         if node.target not in FULL_VARIANTS:
-            continue
-        of_tensor = node.target._schema.arguments[0].name == "self"
-        size, val = node.args[1 if of_tensor else 0], node.meta["val"]
-        value = 0 if node.target in UNINITIALIZED else filled_with(node)
-        with graph.inserting_before(node):
-            full = graph.call_function(
-                aten.full.default, (size, value), {"dtype": val.dtype, "device": val.device, "pin_memory": False}
-            )
-        full.meta = dict(node.meta)
-        node.replace_all_uses_with(full)
-        graph.erase_node(node)
+            return None
+        size = node.args[1 if node.target._schema.arguments[0].name == "self" else 0]
+        return full_for(node, size, 0 if node.target in UNINITIALIZED else filled_with(node))
 
-
-def drop_empty_parts(graph: fx.Graph) -> None:
-    """Replace `cat([empty, x])` by `x`: a KV cache that starts empty appends its first keys this way."""
-    for node in list(graph.nodes):
-        if node.target is not aten.cat.default:
-            continue
-        parts = [part for part in node.args[0] if sizes(part) != (0,)]
-        # Empty parts take part in type promotion.
-        if len(parts) == 1 and parts[0].meta["val"].dtype == node.meta["val"].dtype:
-            node.replace_all_uses_with(parts[0])
-            graph.erase_node(node)
+    replace_nodes(graph, spelled_out)
 
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,9 +24,11 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.functional_tensor import FunctionalTensor, mb_unwrap_functional_tensor
 from torch.utils import _pytree as pytree
 
+from dta_compile.codegen.worker import reason
 from dta_compile.errors import DTAError, FinalRefusal, RefusalError
 from dta_compile.passes.program import where
-from dta_compile.passes.symbols import reads_number
+from dta_compile.passes.symbols import SYMBOLIC, reads_number
+from dta_compile.passes.tracing import attribute_set
 
 # Torch's own functions, operators and methods by name whose floating-point results are all tracked by autograd if an
 # argument is. None of them writes to an argument, detaches, or changes the gradient mode.
@@ -74,7 +75,10 @@ class CapturedInterpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Run a node; raise RefusalError with the user's line if torch cannot."""
         try:
-            with _numbers_of(self.env[n.args[0]]) if reads_number(n) else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if reads_number(n):  # for which the fake mode is to return a symbol
+                    mode = mb_unwrap_functional_tensor(self.env[n.args[0]]).fake_mode  # type: ignore[attr-defined]
+                    stack.enter_context(attribute_set(mode, "allow_scalar_outputs", True))
                 return super().run_node(n)
         except DTAError:
             raise
@@ -83,7 +87,7 @@ class CapturedInterpreter(fx.Interpreter):
                 "torch cannot trace this operation with symbolic sizes",
                 where=where(n),
                 expected="operations that work on any number of sequences and tokens",
-                got=f"{n.target}: {type(error).__name__}: {first_line(error)}",
+                got=f"{n.target}: {reason(error)}",
                 hint="write it with other operations, or move it out of the compiled function",
             ) from error
 
@@ -115,17 +119,6 @@ class CapturedInterpreter(fx.Interpreter):
         raise NotImplementedError
 
 
-@contextlib.contextmanager
-def _numbers_of(value: torch.Tensor) -> Iterator[None]:
-    """Let the fake mode of `value` return a symbol for a number that the graph reads off a tensor."""
-    mode = mb_unwrap_functional_tensor(value).fake_mode  # type: ignore[attr-defined]
-    before, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
-    try:
-        yield
-    finally:
-        mode.allow_scalar_outputs = before
-
-
 class GradientFlow(CapturedInterpreter):
     """Interpreter that records the `Flow` of every result, run in the gradient mode that the graph was captured in.
 
@@ -152,7 +145,7 @@ class GradientFlow(CapturedInterpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Run a node, and record the flow of each of its results."""
         recorded = n.meta.get("example_value")
-        if n.op == "call_method" and isinstance(recorded, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if n.op == "call_method" and isinstance(recorded, SYMBOLIC):
             self.flows[n] = []
             return recorded  # a number read off a tensor, whose fake tensor has no data
         inputs = tensors([self.env[node] for node in n.all_input_nodes])
@@ -175,8 +168,7 @@ class GradientFlow(CapturedInterpreter):
         """Run a call, with inference mode as `no_grad`: inference tensors could not be differentiated later."""
         name = getattr(target, "__name__", "")
         if name == "_enter_inference_mode":
-            mode = torch.set_grad_enabled(torch.is_grad_enabled() and not args[0])
-            return mode
+            return torch.set_grad_enabled(torch.is_grad_enabled() and not args[0])
         if name == "_exit_inference_mode":
             return args[0].__exit__(None, None, None)
         return super().call_function(target, args, kwargs)
@@ -303,11 +295,6 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     while is_batchedtensor(value):
         value = get_unwrapped(value)
     return value
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, at most 200 characters."""
-    return (str(error).strip().splitlines() or [""])[0][:200]
 
 
 def _flow(value: torch.Tensor, memory: set[int]) -> Flow:

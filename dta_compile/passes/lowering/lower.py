@@ -12,16 +12,16 @@ once.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -54,12 +54,11 @@ from dta_compile.passes.lowering.next_tokens import pair_next_tokens
 from dta_compile.passes.lowering.one_length import OneLength
 from dta_compile.passes.lowering.repeated_calls import RepeatedCalls, merge_equal_values
 from dta_compile.passes.lowering.row_loops import select_masked_writes
-from dta_compile.passes.lowering.same_entries import drop_detours
+from dta_compile.passes.lowering.same_entries import replace_same_entries
 from dta_compile.passes.lowering.shifts import shifts_to_mixers
-from dta_compile.passes.lowering.whole_writes import read_what_was_written
 from dta_compile.passes.program import Program, ancestors, output_node, where
 from dta_compile.passes.symbols import depends_on_data, reads_number
-from dta_compile.passes.tracing import tracing
+from dta_compile.passes.tracing import attribute_set, tracing
 
 aten = torch.ops.aten
 TRAINED = InputKind.PARAMETER, InputKind.DIFFERENTIABLE_DATA
@@ -86,10 +85,8 @@ def lower(program: Program) -> None:
         node.target = aten.detach.default
     _flatten_output(module)
     decompositions.spell_out_constructors(module.graph)
-    decompositions.drop_empty_parts(module.graph)
-    drop_detours(module.graph)
     _join_gradients_of_ranks(module.graph)
-    read_what_was_written(module.graph, _inputs(module, program, *TRAINED))
+    replace_same_entries(module.graph, _inputs(module, program, *TRAINED))
     weights = set(_inputs(module, program, InputKind.PARAMETER))
     unrecognised = recognise_attention(module.graph, weights)
     if unrecognised is not None and not mixer_calls(module.graph):
@@ -214,13 +211,13 @@ def _trace(program: Program, flow: GradientFlow, functional: bool, written: list
 
     def run_functional(*args: Any) -> Any:
         with FunctionalTensorMode():
-            wrapped = [_to_functional(arg) for arg in args]
+            wrapped = list(map(to_fun, args))
             results, draws = run(*wrapped)
             assert written is not None
             written.extend(i for i, arg in enumerate(wrapped) if was_written(arg))
-            return pytree.tree_map(_from_functional, ((*results, *(wrapped[i] for i in written)), draws))
+            return pytree.tree_map(from_fun, ((*results, *(wrapped[i] for i in written)), draws))
 
-    with tracing(mode), _no_autocast_cache():
+    with tracing(mode):
         function = run_functional if functional else run
         module = make_fx(function, decomposition_table=decompositions.TABLE, _allow_non_fake_inputs=True)(*fakes)
     for index in written or ():
@@ -241,22 +238,12 @@ class _AttentionCapture(TorchFunctionMode):
         if func in (F.dropout, torch.dropout) and _dropout_is_identity(*args, **kwargs):
             return args[0] if args else kwargs["input"]
         if func is F.multi_head_attention_forward:
-            with _calls_captured():
+            # It is in Python, and its calls of attention do not reach a mode that is handling it.
+            with attribute_set(F, "scaled_dot_product_attention", capture_attention):
                 return func(*args, **kwargs)
         if func in MATMULS and not kwargs and _broadcasts(*args):
             return _matmul_without_expanding(*args)
         return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _calls_captured() -> Iterator[None]:
-    """Capture the attention calls inside a function in Python, which a mode that is handling it does not see."""
-    own = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = capture_attention
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = own
 
 
 MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
@@ -362,17 +349,6 @@ def _describe(index: int, node: fx.Node, is_tracked: bool) -> Input:
     return Input(index, name, kind, value.requires_grad)
 
 
-def _to_functional(arg: Any) -> Any:
-    return FunctionalTensor.to_functional(arg) if isinstance(arg, torch.Tensor) else arg
-
-
-def _from_functional(result: Any) -> Any:
-    if isinstance(result, FunctionalTensor):
-        torch._sync(result)  # type: ignore[attr-defined]
-        return torch._from_functional_tensor(result.elem)
-    return result
-
-
 def _mutation_refusal(mutated: Input, placeholder: fx.Node) -> FinalRefusal:
     return FinalRefusal(
         f"the model writes to {mutated.name}, so running it over a tree would write different values",
@@ -388,17 +364,6 @@ def _flatten_output(module: fx.GraphModule) -> None:
     node = output_node(module.graph)
     results, _ = node.args[0]  # draws were outputs only to survive tracing: from here on their ops are impure
     node.args = (tuple(results) if isinstance(results, (tuple, list)) else (results,),)
-
-
-@contextlib.contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Switch off autocast's cache of weight casts, which would hand traced casts to later calls."""
-    previous = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(previous)
 
 
 def drawing(graph: fx.Graph) -> list[fx.Node]:

@@ -24,13 +24,12 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._dynamo.source import ConstantSource
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.program import where
-from dta_compile.passes.symbols import expression, hint
+from dta_compile.passes.symbols import expression, hint, new_size
 
 RESHAPES = ("view", "reshape")
 EXPANSIONS = ("expand", "broadcast_to")
@@ -44,10 +43,7 @@ OPERATORS = {"truediv": "div", "and": "bitwise_and", "or": "bitwise_or", "xor": 
 @contextlib.contextmanager
 def symbol_of_length(env: ShapeEnv, length: int) -> Iterator[torch.SymInt]:
     """Yield a new SymInt with hint `length`; assumptions about it hold inside the block, and leave no guards."""
-    source = ConstantSource("number_of_tokens")
-    symbol = env.create_symbol(length, source=source, dynamic_dim=DimDynamic.DYNAMIC)
-    size = env.create_symintnode(symbol, hint=length, source=source)
-    assert isinstance(size, torch.SymInt)
+    size = new_size(env, "number_of_tokens", length)
     try:
         yield size
     finally:

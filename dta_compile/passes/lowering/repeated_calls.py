@@ -27,10 +27,11 @@ from dta_compile.ops.library import is_random
 from dta_compile.passes.graphs.nodes import First, descendants
 from dta_compile.passes.graphs.storage import owner
 from dta_compile.passes.program import has_tensor, output_node, writes_in_place
+from dta_compile.passes.symbols import SYMBOLIC
 
+# Types of arguments whose text says all of them.
 NUMBERS = (int, float, complex, bool, str, type(None), type(Ellipsis))
 PLAIN = (*NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_format)
-SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class _NotForCopies(Exception):

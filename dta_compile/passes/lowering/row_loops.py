@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import call, is_item
+from dta_compile.passes.graphs.nodes import call, is_item, replace_nodes
 from dta_compile.passes.graphs.operators import ALONG_DIMENSIONS, UNARY
 
 aten = torch.ops.aten
@@ -24,13 +24,14 @@ aten = torch.ops.aten
 
 def undo_row_loops(graph: fx.Graph) -> None:
     """Replace every stack of the same computation on all rows of some tensors by one batched computation."""
-    for node in list(graph.nodes):
-        if node.target is aten.stack.default and (len(node.args) == 1 or node.args[1] == 0):
-            with graph.inserting_before(node):
-                batched = _batched(node.args[0])
-            if batched is not None and batched.meta["val"].shape == node.meta["val"].shape:
-                batched.meta = {**node.meta, **batched.meta}
-                node.replace_all_uses_with(batched)
+
+    def batched(node: fx.Node) -> fx.Node | None:
+        if node.target is not aten.stack.default or (len(node.args) > 1 and node.args[1] != 0):
+            return None
+        rows = _batched(node.args[0])
+        return rows if rows is not None and rows.meta["val"].shape == node.meta["val"].shape else None
+
+    replace_nodes(graph, batched)
     graph.eliminate_dead_code(fx.Node.is_impure)  # random ops are impure, whatever inductor's config says
 
 
@@ -91,17 +92,12 @@ def _same(column: Sequence[Any]) -> Any:
 
 def select_masked_writes(graph: fx.Graph) -> None:
     """Replace every write by a mask, `x[mask] = value`, whose value is the same for all entries of the mask."""
-    masks: dict[tuple[fx.Node, int], fx.Node] = {}
-    for node in list(graph.find_nodes(op="call_function", target=aten.index_put.default)):
-        with graph.inserting_before(node):
-            new = _selection(node, masks)
-        if new is not None:
-            new.meta = {**node.meta, **new.meta}
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
+    replace_nodes(graph, _selection)
 
 
-def _selection(node: fx.Node, masks: dict[tuple[fx.Node, int], fx.Node]) -> fx.Node | None:
+def _selection(node: fx.Node) -> fx.Node | None:
+    if node.target is not aten.index_put.default:
+        return None
     target, indices, value = node.args[:3]
     *before, mask = indices
     if mask is None or any(index is not None for index in before) or not _is_mask_of(mask, target):
@@ -112,7 +108,9 @@ def _selection(node: fx.Node, masks: dict[tuple[fx.Node, int], fx.Node]) -> fx.N
         return None
     if argument(node, 3, "accumulate"):
         value = call(node.graph, aten.add.Tensor, target, value)
-    return call(node.graph, aten.where.self, _with_ones(mask, after, masks), value, target)
+    for _ in range(after):
+        mask = call(node.graph, aten.unsqueeze.default, mask, -1)
+    return call(node.graph, aten.where.self, mask, value, target)
 
 
 def _is_mask_of(mask: fx.Node, target: fx.Node) -> bool:
@@ -129,13 +127,3 @@ def _of_one_entry(value: fx.Node, dims: int) -> fx.Node | None:
     for _ in range(added):
         value = call(value.graph, aten.squeeze.dim, value, 0)
     return value
-
-
-def _with_ones(mask: fx.Node, dims: int, known: dict[tuple[fx.Node, int], Any]) -> fx.Node:
-    """Return the mask with `dims` trailing dimensions of size 1, built once for all writes that share it."""
-    key = mask, dims
-    if key not in known:
-        known[key] = mask
-        for _ in range(dims):
-            known[key] = call(mask.graph, aten.unsqueeze.default, known[key], -1)
-    return known[key]

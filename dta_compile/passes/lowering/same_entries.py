@@ -1,8 +1,17 @@
-"""Drop operators that give back a value's own entries at their places, by way of forms that rules do not know."""
+"""Replace operators whose result has the entries of another value at their places, which rules do not see.
+
+    x.view(a).view(x.shape)          x[:, arange(S)]          cat([x[:, :1], x[:, 1:]], 1)          cat([empty, x])
+    cache[:, 0:S] = k;  k = cache[:, :S]          cache.index_copy_(1, arange(S), k)          cache[:, :, arange(S)] = k
+
+The second line is a KV cache that a call fills from its first token on, and reads as far as it is filled: attention
+then reads `k` itself. Writes over a value with a gradient are left, because eager mode gives the inputs of that value a
+gradient of zero, not none. Part of `lower`; after it no slice takes all of its operand.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import sympy
@@ -10,26 +19,39 @@ import torch
 from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.operators import RANGES, RESHAPES
+from dta_compile.passes.graphs.operators import CASTS, DIFFERENTIABLE_COPIES, FILLS, RANGES, RESHAPES
 from dta_compile.passes.lowering.experts.slot_numbers import counts_from_zero
-from dta_compile.passes.lowering.shifts import unsliced
+from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import expression, sizes
 
 aten = torch.ops.aten
 BOUNDS = ("dim", "start", "end", "step")  # of aten.slice
+MOVES = CASTS | DIFFERENTIABLE_COPIES
 
 
-def drop_detours(graph: fx.Graph) -> None:
-    """Replace `x.view(a).view(x.shape)`, `x[:, arange(S)]` and `cat([x[:, :1], x[:, 1:]], 1)` by `x`.
+def replace_same_entries(graph: fx.Graph, trained: Iterable[fx.Node]) -> None:
+    """Replace the uses of such operators by the value that has the entries.
 
-    Outputs stay values of their own.
+    Args:
+        graph: a functional graph.
+        trained: the inputs that get a gradient.
     """
+    with_gradient = set(trained)
     for node in graph.nodes:
-        if node.op == "call_function" and (origin := _origin(node)) is not None:
+        if node.target not in FILLS and not with_gradient.isdisjoint(node.all_input_nodes):
+            with_gradient.add(node)
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not has_tensor(node):
+            continue
+        if (origin := _origin(node)) is not None:  # outputs stay values of their own
             node.replace_all_uses_with(origin, delete_user_cb=lambda user: user.op != "output")
+        elif (same := _only_part(node) or _kept(node, with_gradient)) is not None:
+            node.replace_all_uses_with(same)
+    graph.eliminate_dead_code(fx.Node.is_impure)
 
 
 def _origin(node: fx.Node) -> fx.Node | None:
+    """Return the value that a node gives back after a detour."""
     if node.target in RESHAPES and node.args[0].target in RESHAPES:
         return _before_views(node)
     if node.target is aten.index.Tensor:
@@ -41,8 +63,7 @@ def _before_views(node: fx.Node) -> fx.Node | None:
     source = node.args[0].args[0]
     while sizes(source) != sizes(node) and source.target in RESHAPES:
         source = source.args[0]
-    same = sizes(source) == sizes(node) and source.meta["val"].dtype == node.meta["val"].dtype
-    return source if same else None
+    return source if _are_alike(source, node) else None
 
 
 def _indexed_in_order(node: fx.Node) -> fx.Node | None:
@@ -60,7 +81,7 @@ def _joined_again(node: fx.Node) -> fx.Node | None:
     parts = node.args[0]
     if any(part.target is not aten.slice.Tensor for part in parts):
         return None
-    source, *others = (unsliced(part.args[0]) for part in parts)
+    source, *others = (part.args[0] for part in parts)
     if any(other is not source for other in others) or sizes(node) != sizes(source):
         return None  # in few tokens, `x[:, :2]` and `x[:, -1:]` overlap
     dim = (node.args[1] if len(node.args) > 1 else 0) % len(sizes(source))
@@ -81,3 +102,57 @@ def _position(bound: Any, size: sympy.Expr) -> sympy.Expr:
     if position == sys.maxsize:
         return size
     return size + position if position.is_negative else position
+
+
+def _only_part(node: fx.Node) -> fx.Node | None:
+    """Return the only part with entries that `cat` joins: a KV cache that starts empty appends its first keys so."""
+    parts = [part for part in node.args[0] if sizes(part) != (0,)] if node.target is aten.cat.default else []
+    # Empty parts take part in type promotion.
+    return parts[0] if len(parts) == 1 and _are_alike(parts[0], node) else None
+
+
+def _kept(node: fx.Node, with_gradient: set[fx.Node]) -> fx.Node | None:
+    """Return the value written to all entries of a node, or to those that a slice reads, or what it reads all of."""
+    if node.target is not aten.slice.Tensor:
+        written = _written(node, with_gradient)
+        return written[0] if written is not None and _are_alike(written[0], node) else None
+    source = node.args[0]
+    if _are_alike(source, node):
+        return source
+    if argument(node, 2, "start") not in (None, 0) or (argument(node, 4, "step") or 1) != 1:
+        return None
+    written, dim = _written(source, with_gradient), (argument(node, 1, "dim") or 0) % node.meta["val"].dim()
+    return written[0] if written is not None and written[1] == dim and _are_alike(written[0], node) else None
+
+
+def _written(node: fx.Node, with_gradient: set[fx.Node]) -> tuple[fx.Node, int] | None:
+    """Return the value that a node writes over the first entries along a dimension, and that dimension."""
+    if node.op != "call_function" or node.args[0] in with_gradient:
+        return None
+    if node.target is aten.slice_scatter.default:
+        value, dim = node.args[1], argument(node, 2, "dim") or 0
+        if argument(node, 3, "start") not in (None, 0) or (argument(node, 5, "step") or 1) != 1:
+            return None
+    elif node.target is aten.index_copy.default:
+        dim, index, value = node.args[1:]
+        if not _numbers_all_tokens(index):
+            return None
+    elif node.target is aten.index_put.default and not argument(node, 3, "accumulate"):
+        *whole, index = node.args[1]
+        dim, value = len(whole), node.args[2]
+        if any(one is not None for one in whole) or not _numbers_all_tokens(index):
+            return None
+    else:
+        return None
+    return value, dim % node.meta["val"].dim()
+
+
+def _numbers_all_tokens(index: fx.Node) -> bool:
+    """Return whether an index is 0, 1, 2, ..., in integers that do not wrap."""
+    while (is_wide := index.meta["val"].dtype in (torch.int64, torch.int32)) and index.target in MOVES:
+        index = index.args[0]
+    return is_wide and index.target in RANGES and counts_from_zero(index)
+
+
+def _are_alike(one: fx.Node, other: fx.Node) -> bool:
+    return sizes(one) == sizes(other) and one.meta["val"].dtype is other.meta["val"].dtype

@@ -124,15 +124,7 @@ def _whole(node: fx.Node, batch: sympy.Expr, tokens: sympy.Expr, of_data: set[fx
 
 def _is_there_already(base: fx.Node, part: fx.Node, *bounds: Any) -> bool:
     """Return whether a slice of a value is written back to where it was read."""
-    is_slice = part.target is aten.slice.Tensor and tuple(part.args[1:]) == bounds
-    return is_slice and unsliced(part.args[0]) is unsliced(base)
-
-
-def unsliced(node: fx.Node) -> fx.Node:
-    """Return the operand of slices that take all of it."""
-    while node.target is aten.slice.Tensor and sizes(node) == sizes(node.args[0]):
-        node = node.args[0]
-    return node
+    return part.target is aten.slice.Tensor and tuple(part.args) == (base, *bounds)
 
 
 def _dim_of(node: fx.Node) -> int | None:

@@ -6,10 +6,8 @@ every device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import fx
 
 from dta_compile.passes.contracts import contract
@@ -30,18 +28,12 @@ def _write_over_dying(graph: fx.Graph) -> None:
     last_use = last_uses(graph.nodes)
     for node in graph.nodes:
         if node.target in IN_PLACE_VARIANTS and not node.kwargs:
-            for args in _argument_orders(node):
+            for args in (node.args, node.args[::-1]) if node.target in COMMUTATIVE else (node.args,):
                 if _may_overwrite(node, args[0], args[1:], last_use):
                     node.target, node.args = IN_PLACE_VARIANTS[node.target], args
                     # From here on the result has the argument's storage.
                     last_use |= dict.fromkeys(storages(args[0]), last_use.pop((node, 0)))
                     break
-
-
-def _argument_orders(node: fx.Node) -> Iterator[tuple[Any, ...]]:
-    yield node.args
-    if node.target in COMMUTATIVE:
-        yield node.args[::-1]
 
 
 def _may_overwrite(node: fx.Node, value: Any, others: tuple[Any, ...], last_use: dict[Storage, fx.Node]) -> bool:
@@ -58,9 +50,7 @@ def _may_overwrite(node: fx.Node, value: Any, others: tuple[Any, ...], last_use:
 def _overlaps(value: fx.Node) -> bool:
     """Return whether several entries may share memory, like in an expanded tensor."""
     tensor = value.meta["val"]
-    return any(stride == 0 and not (isinstance(size, int) and size == 1) for size, stride in _dims(tensor))
-
-
-def _dims(tensor: torch.Tensor) -> Iterator[tuple[Any, Any]]:
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        yield size, stride if isinstance(stride, int) else 1
+    return any(
+        isinstance(stride, int) and stride == 0 and not (isinstance(size, int) and size == 1)
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )

@@ -104,16 +104,11 @@ class _Emitter:
         reads = [slot for stage in chunk.stages for slot in stage.reads]
         left = Counter(reads)
         taken: set[int] = set()  # kept values that an earlier stage takes
-        last_kept: list[tuple[int, ...]] = []
-        for (_, kind), values in zip(stages, chunk.kept_of_stages, strict=True):
-            positions = [self.position[value.place] for value in values] if kind.backward else []
-            last_kept.append(tuple(dict.fromkeys(position for position in positions if position not in taken)))
-            taken |= set(positions)
         anchors = self._anchors()
         for number, (stage, kind) in enumerate(stages):
             left.subtract(stage.reads)
             done = {slot for slot in stage.reads if not left[slot] and slot >= chunk.inputs} - set(chunk.outputs)
-            has_backward = kind.backward is not None
+            kept = [self.position[value.place] for value in chunk.kept_of_stages[number] if kind.backward]
             yield Stage(
                 kind=stage.kind,
                 layers=stage.layers,
@@ -124,13 +119,14 @@ class _Emitter:
                 writes=tuple(map(self._slot, stage.writes)),
                 last_reads=tuple(map(self._slot, sorted(done))),
                 keeps=tuple(map(self._slot, self.keeps[number])),
-                kept=tuple(self.position[value.place] for value in chunk.kept_of_stages[number] if has_backward),
-                last_kept=last_kept[number],
+                kept=tuple(kept),
+                last_kept=tuple(dict.fromkeys(position for position in kept if position not in taken)),
                 tangents=tuple(self._slot(stage.writes[i]) for i in kind.differentiated),
                 gradients=tuple(self._slot(stage.reads[i]) for i in kind.gradients if i not in kind.parameters),
                 accumulators=tuple(self.trained.index(stage.reads[i]) for i in kind.parameters),
                 only_states=anchors[number],
             )
+            taken |= set(kept)
 
     def _anchors(self) -> list[bool | None]:
         """Return `Stage.only_states` by stage: an anchor runs stages with mixers, and stages that these depend on."""

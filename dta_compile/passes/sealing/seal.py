@@ -50,7 +50,7 @@ from dta_compile.passes.symbols import expression, free_symbols, hint, sizes, sy
 def seal(program: Program) -> Executable:
     """Return the executable of a program that all passes have run on."""
     slots = {node: slot for slot, node in enumerate(program.prologue_nodes)}
-    indexed = _indexed_by(program)
+    indexed, epilogue_inputs = _indexed_by(program), list(program.epilogue.graph.find_nodes(op="placeholder"))
 
     def chunk_inputs(items: Iterable[LoweredInput]) -> tuple[ChunkInput, ...]:
         return tuple(_chunk_input(program, item, slots[item.node], indexed.get(item.node)) for item in items)
@@ -78,7 +78,7 @@ def seal(program: Program) -> Executable:
         parts=tuple(program.parts),
         epilogue=Code.of(program.epilogue) if program.rest is None else None,
         epilogue_slots=tuple(slots[node] for node in program.epilogue_dense_inputs),
-        epilogue_reads=tuple(i for i, node in enumerate(_own_inputs(program)) if node.users),
+        epilogue_reads=tuple(i for i, node in enumerate(epilogue_inputs[: len(program.inputs)]) if node.users),
         row_epilogue=_row_epilogue(program),
         outputs=_outputs(program, slots),
         written=_written(program),
@@ -138,11 +138,6 @@ def _frontier_value(value: FrontierValue, slots: Mapping[fx.Node, int]) -> execu
 
     facts = {field.name: getattr(value, field.name) for field in dataclasses.fields(executable.FrontierValue)}
     return executable.FrontierValue(**{**facts, "shape": sizes(value.node), "uses": tuple(map(at_slots, value.uses))})
-
-
-def _own_inputs(program: Program) -> list[fx.Node]:
-    """Return the epilogue's placeholders of the call's inputs."""
-    return list(program.epilogue.graph.find_nodes(op="placeholder"))[: len(program.inputs)]
 
 
 def _row_epilogue(program: Program) -> RowEpilogue | NoRowEpilogue | None:

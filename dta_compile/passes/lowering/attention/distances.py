@@ -93,7 +93,7 @@ class Distances:
             return None
         (left, slope), (right, further) = (part or (arg, 0.0) for part, arg in zip(parts, (one, other), strict=True))
         dtype = node.meta["val"].dtype  # bool is no number, and small integers have no sign
-        left, right = (None if rest is None else _cast(rest, dtype) for rest in (left, right))
+        left, right = (None if rest is None else cast(rest, dtype) for rest in (left, right))
         if right is None:
             rest = left
         elif left is None:
@@ -149,7 +149,7 @@ class Distances:
             return slope / number if node.target in QUOTIENTS else slope * number
         if number is None and not has_tensor(by):
             return None  # a number known only at the call
-        factor = number if number is not None else _cast(self._raised(by, node), node.meta["val"].dtype)
+        factor = number if number is not None else cast(self._raised(by, node), node.meta["val"].dtype)
         if isinstance(slope, fx.Node):
             target = aten.div if node.target in QUOTIENTS else aten.mul
             return call(self.graph, target.Tensor if isinstance(factor, fx.Node) else target.Scalar, slope, factor)
@@ -304,6 +304,7 @@ def positions(graph: fx.Graph, length: fx.Node | int, like: torch.Tensor) -> fx.
         return call(graph, aten.arange.default, length, **kwargs)
 
 
-def _cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
+def cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Return a value in another dtype; no node is inserted if it has it already."""
     is_so = node.meta["val"].dtype is dtype
     return node if is_so else call(node.graph, aten._to_copy.default, node, dtype=dtype)

@@ -16,7 +16,7 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_CALL
-from dta_compile.passes.graphs.nodes import SizeNodes, descendants, filled_with, is_float
+from dta_compile.passes.graphs.nodes import SizeNodes, descendants, filled_with, full_for, is_float
 from dta_compile.passes.graphs.operators import (
     CASTS,
     DROPOUTS,
@@ -87,12 +87,9 @@ def _spell_out_likes(graph: fx.Graph, scores: Collection[fx.Node]) -> None:
     builder = SizeNodes(graph)
     for node in [node for node in graph.nodes if node.target in LIKES and node.args[0] in scores]:
         with graph.inserting_before(node):
-            shape, value = [builder.build(size) for size in sizes(node)], node.meta["val"]
+            shape = [builder.build(size) for size in sizes(node)]
             if None not in shape:
-                kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-                full = graph.call_function(aten.full.default, (shape, filled_with(node)), kwargs)
-                full.meta = dict(node.meta)
-                node.replace_all_uses_with(full)
+                node.replace_all_uses_with(full_for(node, shape, filled_with(node)))
 
 
 def _merges_rows(attention: fx.Node) -> bool:

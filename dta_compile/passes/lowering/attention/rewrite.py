@@ -23,7 +23,7 @@ from dta_compile.ops.attention import ATTENTION_CALL, SINK_ATTENTION_CALL, Maski
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import call, may_have_gradient
 from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, DROPOUTS, MASKED_FILLS
-from dta_compile.passes.lowering.attention.distances import Distances, Slope, labels_of, positions
+from dta_compile.passes.lowering.attention.distances import Distances, cast, labels_of, positions
 from dta_compile.passes.lowering.attention.factors import (
     MOVES,
     Arranged,
@@ -222,23 +222,19 @@ class Rewrite:
         query, scale = self._scaled_query()
         heads = found.heads if biases or slopes else found.kv_heads
         keys = self.arranger.arrange(found.keys, [found.batch, heads, [found.key], leaves(scores.depth)])
-        if scores.further:
-            query, keys, scale = *self._with_further(query, keys, scale, heads), 1.0
+        if scores.further or biases or slopes:
+            query, keys, scale = *self._with_features(query, keys, scale, heads, biases, slopes), 1.0
         values = self.arranger.arrange(found.values, [found.batch, heads, [found.key], leaves(found.features)])
-        if biases:
-            query, keys, scale = *self._with_biases(query, keys, scale, biases), 1.0
-        if slopes:
-            query, keys, scale = *self._with_slopes(query, keys, scale, slopes), 1.0
         dtype = torch.promote_types(query.meta["val"].dtype, values.meta["val"].dtype)
-        operands = [self._cast(one, dtype) for one in (query, keys, values)]
+        operands = [cast(one, dtype) for one in (query, keys, values)]
         masking = Masking(self._mask(dtype), found.is_causal, None, 0, scale, scores.cap or 0.0)
         if scores.sinks is None:
             out = self.call(ATTENTION_CALL, *operands, *masking)
         else:
             sinks = self._sinks(scores.sinks)
-            out = self.call(SINK_ATTENTION_CALL, *operands, self._cast(sinks, dtype), *masking)
+            out = self.call(SINK_ATTENTION_CALL, *operands, cast(sinks, dtype), *masking)
         dims = [found.batch, found.heads, [found.token], leaves(found.features)]
-        self._replace(self.node, found.out, Arranged(self._cast(out, self.node.meta["val"].dtype), dims, dims))
+        self._replace(self.node, found.out, Arranged(cast(out, self.node.meta["val"].dtype), dims, dims))
 
     def _sinks(self, sinks: Arranged) -> fx.Node:
         """Return sinks `[H]`."""
@@ -248,9 +244,6 @@ class Rewrite:
         kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
         with value.fake_mode:
             return self.call(aten.full.default, [heads], number, **kwargs)
-
-    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return node if node.meta["val"].dtype is dtype else self.call(aten._to_copy.default, node, dtype=dtype)
 
     def _scaled_query(self) -> tuple[fx.Node, float]:
         """Return the query, multiplied by all factors of scores that are no positive number, and the scale."""
@@ -268,16 +261,36 @@ class Rewrite:
             query, scale = self.call(aten.mul.Tensor, query, scale), 1.0
         return query, scale
 
-    def _with_further(self, query: fx.Node, keys: fx.Node, scale: float, heads: Dim) -> tuple[fx.Node, fx.Node]:
-        """Return query and keys with the features of all products concatenated, those of the query scaled."""
-        found = self.attention
-        queries, every = [self.call(aten.mul.Tensor, query, scale)], [keys]
-        for one in found.scores.further:
+    def _with_features(
+        self,
+        query: fx.Node,
+        keys: fx.Node,
+        scale: float,
+        heads: Dim,
+        biases: Sequence[Arranged],
+        slopes: Sequence[Arranged | float],
+    ) -> tuple[fx.Node, fx.Node]:
+        """Return query and keys with all features: `[-slope * q, slope, scale * query, further queries, 1]` and
+        `[1, k, keys, further keys, bias]`."""
+        found, scores = self.attention, self.attention.scores
+        if scores.cap is not None and (biases or slopes):
+            raise Mismatch("a bias of capped scores")
+        queries, every = [query if scale == 1 else self.call(aten.mul.Tensor, query, scale)], [keys]
+        for one in scores.further:
             of_query, of_keys = (one.left, one.right) if one.right.has(found.key) else (one.right, one.left)
-            depth, scale = leaves(one.depth), one.scale * (found.scores.cap or 1.0)
-            query = self.arranger.arrange(of_query, [found.batch, found.heads, [found.token], depth])
-            queries.append(self.call(aten.mul.Tensor, query, scale))
+            depth, scale = leaves(one.depth), one.scale * (scores.cap or 1.0)
+            further = self.arranger.arrange(of_query, [found.batch, found.heads, [found.token], depth])
+            queries.append(self.call(aten.mul.Tensor, further, scale))
             every.append(self.arranger.arrange(of_keys, [found.batch, heads, [found.key], depth]))
+        ones = self.call(aten.full_like.default, self.call(aten.slice.Tensor, query, 3, 0, 1), 1.0)
+        if biases:
+            added = [self._column(bias, found.key) for bias in biases]
+            bias = functools.reduce(functools.partial(self.call, aten.add.Tensor), added)
+            queries.append(ones)
+            every.append(cast(bias, keys.meta["val"].dtype))
+        if slopes:
+            features = self._of_distance(ones, slopes)
+            queries, every = [*features[0], *queries], [*features[1], *every]
         return self.call(aten.cat.default, queries, -1), self.call(aten.cat.default, every, -1)
 
     def _is_of_keys(self, mask: Arranged) -> bool:
@@ -320,57 +333,30 @@ class Rewrite:
         self.attention.scores.masks = masks
         return slopes
 
-    def _with_slopes(
-        self, query: fx.Node, keys: fx.Node, scale: float, slopes: Sequence[Arranged | Slope]
-    ) -> tuple[fx.Node, fx.Node]:
-        """Return `[-slope * q, slope, scale * query]` and `[1, k, key]`.
+    def _of_distance(self, ones: fx.Node, slopes: Sequence[Arranged | float]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Return the features `[-slope * q, slope]` of the query and `[1, k]` of the key; `ones` are `[B, H, S, 1]`.
 
-        The first two features add up to `slope * (k - q)`, however far from the first token both are: to the bias, up
-        to a function of the query.
+        They add up to `slope * (k - q)`, however far from the first token both are: to the bias, up to a function of
+        the query.
         """
-        found, like = self.attention, query.meta["val"]
-        if found.scores.cap is not None:
-            raise Mismatch("a bias of capped scores")
+        found, like = self.attention, ones.meta["val"]
         if like.dtype.itemsize < 4:
             raise Mismatch(f"a bias by distance in {like.dtype}, which rounds the numbers of tokens")
-        one = self.call(aten.full_like.default, self.call(aten.slice.Tensor, query, 3, 0, 1), 1.0)
-        slope: fx.Node | None = None
-        for part in slopes:
-            if isinstance(part, Arranged):
-                node = self._cast(self._column(part, found.token), like.dtype)
-            else:
-                node = self.call(aten.full_like.default, one, part)
-            slope = node if slope is None else self.call(aten.add.Tensor, slope, node)
-        length = self.arranger.size([found.key])
-        index = positions(self.arranger.graph, length, like)
+        parts = [
+            cast(self._column(part, found.token), like.dtype)
+            if isinstance(part, Arranged)
+            else self.call(aten.full_like.default, ones, part)
+            for part in slopes
+        ]
+        slope = functools.reduce(functools.partial(self.call, aten.add.Tensor), parts)
+        index = positions(self.arranger.graph, self.arranger.size([found.key]), like)
         of_query, of_key = (self._column(Arranged(index, [[i]], [[i]]), i) for i in (found.token, found.key))
         start = self.call(aten.neg.default, self.call(aten.mul.Tensor, slope, of_query))
-        scaled = query if scale == 1 else self.call(aten.mul.Tensor, query, scale)
-        of_one = self.call(aten.full_like.default, of_key, 1.0)
-        return (
-            self.call(aten.cat.default, [start, slope, scaled], -1),
-            self.call(aten.cat.default, [of_one, of_key, keys], -1),
-        )
+        return [start, slope], [self.call(aten.full_like.default, of_key, 1.0), of_key]
 
     def _column(self, value: Arranged, token: Factor) -> fx.Node:
-        """Arrange a value as one feature `[B, H, S, 1]` of every token."""
+        """Arrange a value as one feature `[B, H, S, 1]` of every query or key."""
         return self.arranger.arrange(value, [self.attention.batch, self.attention.heads, [token], list[Factor]()])
-
-    def _with_biases(
-        self, query: fx.Node, keys: fx.Node, scale: float, biases: list[Arranged]
-    ) -> tuple[fx.Node, fx.Node]:
-        """Return `[scale * query, 1]` and `[key, bias]`."""
-        found = self.attention
-        if found.scores.cap is not None:
-            raise Mismatch("a bias of capped scores")
-        dims = [found.batch, found.heads, [found.key], list[Factor]()]
-        added = [self.arranger.arrange(bias, dims) for bias in biases]
-        bias = self._cast(
-            functools.reduce(functools.partial(self.call, aten.add.Tensor), added), keys.meta["val"].dtype
-        )
-        scaled = query if scale == 1 else self.call(aten.mul.Tensor, query, scale)
-        one = self.call(aten.full_like.default, self.call(aten.slice.Tensor, query, 3, 0, 1), 1.0)
-        return self.call(aten.cat.default, [scaled, one], -1), self.call(aten.cat.default, [keys, bias], -1)
 
     def _mask(self, dtype: torch.dtype) -> fx.Node | None:
         scores, key = self.attention.scores, self.attention.key
@@ -386,7 +372,7 @@ class Rewrite:
         allowed = self._joined(aten.logical_and.default, [part for part in parts if not is_added(part)])
         added = self._joined(aten.add.Tensor, biases)
         if added is not None:
-            added = self._cast(added, dtype)
+            added = cast(added, dtype)
         filler = max(scores.filler, torch.finfo(dtype).min) if scores.filler > CERTAIN else -math.inf
         if filler > -math.inf and added is not None:  # a lower bound of scores
             added = self.call(aten.clamp_min.default, added, filler)

@@ -94,12 +94,14 @@ def _repeated(operand: torch.Tensor, batch: Any, heads: int) -> torch.Tensor:
 def eliminate_dead_code(graph: fx.Graph) -> None:
     """Erase unused nodes, including in-place writes to unused values and the levels of a `vmap` without used nodes."""
     effects = [node for node in graph.nodes if node.is_impure() and not _is_of_vmap(node) and writes_to(node) is None]
+    levels = [node for node in graph.nodes if _is_of_vmap(node)]
     needed = ancestors([output_node(graph), *effects])
+    if not needed.isdisjoint(levels):
+        needed |= ancestors(levels)
     while more := {node for node in graph.nodes if writes_to(node) in needed and node not in needed}:
         needed |= ancestors(list(more))
-    maps = any(_is_of_vmap(node) for node in needed)
     for node in reversed(list(graph.nodes)):
-        is_droppable = not node.is_impure() or (_is_of_vmap(node) and not maps) or writes_to(node) is not None
+        is_droppable = not node.is_impure() or _is_of_vmap(node) or writes_to(node) is not None
         if node not in needed and node.op in ("call_function", "call_method", "get_attr") and is_droppable:
             graph.erase_node(node)
 

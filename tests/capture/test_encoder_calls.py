@@ -33,11 +33,6 @@ def _fresh_compiler():
     torch._dynamo.trace_rules.clear_lru_cache()  # as whatever runs before may do
 
 
-def call_of(name, rows=ROWS):
-    call = inputs(name, rows)
-    return call | ({"token_type_ids": torch.zeros_like(call["input_ids"])} if name == "gemma3" else {})
-
-
 QUICK = ("qwen3_vl", "llava")
 
 
@@ -48,8 +43,8 @@ def test_models_are_one_graph(name):
     model, graphs = build(name), Graphs()
     compiled = torch.compile(model, backend=graphs)
     for rows in (ROWS, [*ROWS, ["a", 3, "c", 9, 8]]):
-        expected = model(**call_of(name, rows)).logits
-        torch.testing.assert_close(compiled(**call_of(name, rows)).logits, expected, rtol=0, atol=1e-9)
+        expected = model(**inputs(name, rows)).logits
+        torch.testing.assert_close(compiled(**inputs(name, rows)).logits, expected, rtol=0, atol=1e-9)
     assert len(graphs) == len(graphs.calls(encode)) == 1
     assert dynamo.graph_break(graphs[0]) is None
     assert len(graphs.calls(token_positions)) == (name in PACKED)
@@ -61,7 +56,7 @@ def test_a_graph_belongs_to_its_model_and_to_what_it_trains():
     models, graphs = [build("llava") for _ in range(2)], Graphs()
     with torch.no_grad():
         models[1].model.multi_modal_projector.linear_2.bias.add_(1)
-    call = call_of("llava")
+    call = inputs("llava", ROWS)
     for model in models:
         torch.testing.assert_close(torch.compile(model, backend=graphs)(**call).logits, model(**call).logits)
     models[1].requires_grad_(False)
@@ -73,7 +68,7 @@ def test_a_graph_belongs_to_its_model_and_to_what_it_trains():
 
 
 def test_pixels_are_computed_in_the_graph():
-    model, graphs, call = build("llava"), Graphs(), call_of("llava")
+    model, graphs, call = build("llava"), Graphs(), inputs("llava", ROWS)
 
     def run(pixel_values, **others):
         return model(pixel_values=pixel_values.clamp(max=pixel_values.shape[0]).sin(), **others).logits
@@ -90,4 +85,4 @@ def test_dropout_and_batch_norm_of_encoders_are_refused_by_name():
             nn.GELU(), nn.Flatten(0, 1), layer, nn.Unflatten(0, (-1, 4))
         )
         with pytest.raises(RefusalError, match="depend on the other images of the batch"):
-            torch.compile(model, backend="dta")(**call_of("llava"))
+            torch.compile(model, backend="dta")(**inputs("llava", ROWS))

@@ -122,12 +122,18 @@ FAMILIES = {
     "gemma3": (
         transformers.Gemma3Config,
         {
-            "text_config": {**TEXT, "head_dim": 8, "sliding_window": 64},
-            "vision_config": {**TOWER, "image_size": 8},
+            "text_config": {
+                **TEXT,
+                "num_hidden_layers": 2,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "head_dim": 8,
+                "sliding_window": 3,
+            },
+            "vision_config": {**TOWER, "image_size": 16},
             "image_token_index": IMAGE,
-            "mm_tokens_per_image": 1,
+            "mm_tokens_per_image": 4,
         },
-        8,
+        16,
     ),
     "idefics3": (
         transformers.Idefics3Config,
@@ -171,14 +177,15 @@ FAMILIES = {
 }
 PACKED = [name for name, (_, _, side) in FAMILIES.items() if side is None]
 GRIDS = ((1, 2, 4), (1, 4, 4), (1, 2, 2), (1, 4, 2))  # of packed images: time, height and width in patches
-TOKENS_OF_IMAGE = {"internvl": 1, "gemma3": 1, "aya": 1}  # of the other families: 4
+TOKENS_OF_IMAGE = {"internvl": 1, "aya": 1}  # of the other families: 4
 
 
-def build(name: str, dtype: torch.dtype = torch.float64) -> transformers.PreTrainedModel:
+def build(name: str, dtype: torch.dtype = torch.float64, attention: str = "sdpa") -> transformers.PreTrainedModel:
     """Build a model with large weights, so that images matter, and with no dropout, in training mode."""
     torch.manual_seed(1)
     config = FAMILIES[name][0](**FAMILIES[name][1])
-    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").to(dtype)
+    attentions = {"text_config": attention, "vision_config": "sdpa"}
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation=attentions).to(dtype)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
@@ -200,6 +207,8 @@ def inputs(name: str, rows: Sequence[Sequence[int | str]]) -> dict[str, torch.Te
     }
     if name in PACKED:
         call["mm_token_type_ids"] = (call["input_ids"] == IMAGE).int()
+    if name == "gemma3":
+        call["token_type_ids"] = (call["input_ids"] == IMAGE).int()
     return call | (_pixels(name, images) if any(images) else {})
 
 

@@ -74,9 +74,7 @@ class PrefixTree:
         self._paths: dict[int, tuple[list[int], list[int]]] = {}
 
     @classmethod
-    def build(
-        cls, sequences: Iterable[Any], share: bool = True, units: Sequence[IntArray] | None = None
-    ) -> PrefixTree:
+    def build(cls, sequences: Iterable[Any], share: bool = True, units: Sequence[IntArray] | None = None) -> PrefixTree:
         """Build the tree of 1-D integer sequences (arrays, lists, tensors; possibly empty).
 
         Takes O(total tokens) work in numpy and O(N log N) in Python. `share=False` gives every sequence its own root.
@@ -109,7 +107,7 @@ class PrefixTree:
         return units[slice(*np.searchsorted(units[:, 0], (part.start, part.stop)))]
 
     def unit_at(self, sequence: int, depth: int) -> tuple[int, int]:
-        """Return the depths between which a sequence may not be cut around `depth`; twice `depth` if it may be there."""
+        """Return the depths between which a sequence may not be cut around `depth`, twice `depth` if it may."""
         if self.units is None:
             return depth, depth
         units = self.units[sequence]

@@ -111,8 +111,9 @@ def _keys(x: Operands) -> Keys:
     chunk, limit = x.chunk, x.chunk.cut_by(x.limit)
     if (Keys, limit, x.units) not in chunk.derived:
         begins = chunk.begins if x.units else np.arange(chunk.tokens)
-        arrays = (torch.from_numpy(array.astype(np.int32)) for array in (begins, chunk.subtree_ends, chunk.depths))
-        chunk.derived[Keys, limit, x.units] = Keys(*arrays, *(limit or ()))
+        arrays = begins, chunk.subtree_ends, chunk.depths
+        begin, end, depth = (torch.from_numpy(array.astype(np.int32)) for array in arrays)
+        chunk.derived[Keys, limit, x.units] = Keys(begin, end, depth, *(limit or ()))
     keys: Keys = chunk.derived[Keys, limit, x.units]
     return keys
 

@@ -72,9 +72,8 @@ class AttentionRuntime:
     def _operands(self, x: LayerInputs) -> Operands:
         (query, key, value), (prefix_key, prefix_value), (scale, softcap) = x.operands[:3], x.above, x.constants
         choice = x.operands[-1] if self.has_choice else None
-        return Operands(
-            query, key, value, prefix_key, prefix_value, x.chunk, x.table, scale, self.limit, softcap, self.units, choice
-        )
+        limits = self.limit, softcap, self.units, choice
+        return Operands(query, key, value, prefix_key, prefix_value, x.chunk, x.table, scale, *limits)
 
 
 def provider_of(layer: AttentionLayer, device: torch.device, choice: str) -> Provider:

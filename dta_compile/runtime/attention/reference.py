@@ -80,8 +80,8 @@ class Reference:
 def keys_above(
     table: ChunkTable, prefix: int, limit: Limit | None, queries: slice, units: bool = False
 ) -> torch.Tensor:
-    """Return which of the `p + c` keys some queries may read, bool `[queries, p + c]`: those above in the tree, and with
-    `units` those of their unit."""
+    """Return which of the `p + c` keys some queries may read, bool `[queries, p + c]`: those above in the tree, and
+    with `units` those of their unit."""
     number = torch.arange(table.tokens, device=table.numbers.device)
     above = torch.arange(prefix, device=number.device)
     own_number, depths = number[queries, None], table.depths[queries, None]

@@ -171,8 +171,8 @@ def forward_kernel(
     q_head, q_row, k_head, k_row, v_head, v_row, pk_head, pk_row, pv_head, pv_row, o_head, o_row,
     splits, tokens, scale, limit, softcap,
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, UNITS: tl.constexpr, CHUNKED: tl.constexpr,
-    CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, UNITS: tl.constexpr,
+    CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Compute output and log-sum-exp of a block of queries over one of `splits` parts of the stack; the last part
     includes the chunk's own keys."""
@@ -287,8 +287,8 @@ def queries_kernel(
     gq_head, gq_row,
     tokens, scale, limit, softcap,
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, UNITS: tl.constexpr, CHUNKED: tl.constexpr,
-    CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, UNITS: tl.constexpr,
+    CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of a block of queries, and the `delta` that the other kernels read."""
     block, head = tl.program_id(0), tl.program_id(1)
@@ -409,8 +409,8 @@ def own_keys_kernel(
     gk_head, gk_row, gv_head, gv_row,
     tokens, scale, limit, softcap,
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, UNITS: tl.constexpr, CHUNKED: tl.constexpr,
-    CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, UNITS: tl.constexpr,
+    CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of a block of the chunk's own keys and values."""
     block, kv_head = tl.program_id(0), tl.program_id(1)
@@ -421,7 +421,8 @@ def own_keys_kernel(
     v = _rows(value, v_head, v_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
     key_acc = tl.zeros([KEYS, KEY_WIDTH], tl.float32)
     value_acc = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
-    # From `first` on a key is read; before `below` it may come after a query; from `whole` on a key may have no descendants left.
+    # From `first` on a key is read; before `below` it may come after a query; from `whole` on a key may have no
+    # descendants left.
     first, last = block * KEYS // QUERIES * QUERIES, tl.max(ends, 0)
     if UNITS:
         first = tl.load(table + 1 + 2 * tokens + block * KEYS) // QUERIES * QUERIES
@@ -465,8 +466,8 @@ def stack_keys_kernel(
     gk_head, gk_row, gv_head, gv_row,
     tokens, scale, limit, softcap,
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, UNITS: tl.constexpr, CHUNKED: tl.constexpr,
-    CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, UNITS: tl.constexpr,
+    CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients of a block of the stack's keys and values to its gradient buffers."""
     block, kv_head = tl.program_id(0), tl.program_id(1)

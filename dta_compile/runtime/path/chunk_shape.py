@@ -60,9 +60,7 @@ class ChunkShape:
     derived: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def of(
-        cls, start: int, spine: int, parts: Sequence[Segment], units: Sequence[tuple[int, int]] = ()
-    ) -> ChunkShape:
+    def of(cls, start: int, spine: int, parts: Sequence[Segment], units: Sequence[tuple[int, int]] = ()) -> ChunkShape:
         """Return the shape of a chunk with the given slices."""
         return cls(start, spine, tuple(parts), tuple(rectangles(parts)), tuple(units))
 
@@ -179,9 +177,10 @@ class ChunkTable(NamedTuple):
     """Shape of a chunk in device memory, so that recorded kernels can be replayed for another chunk.
 
     Attributes:
-        numbers: int32 `[size(tokens)]`: the chunk's start; `subtree_ends`; depths; begins; for every block of 128 queries the
-            number of blocks of 64 keys that it reads whole, and of those that it reads at all; for every block of
-            queries the indices of all key blocks, first those read whole, then those read in part, then the others.
+        numbers: int32 `[size(tokens)]`: the chunk's start; `subtree_ends`; depths; begins; for every block of 128
+            queries the number of blocks of 64 keys that it reads whole, and of those that it reads at all; for every
+            block of queries the indices of all key blocks, first those read whole, then those read in part, then the
+            others.
         tokens: number of tokens of the chunk, padding included.
     """
 

@@ -34,7 +34,8 @@ class BatchTokens:
         begins: position of the first token of every sequence.
         keys: codes of the tokens of every sequence; two sequences share rows as long as their codes agree.
         alike: `[P]` position whose tree row each token takes; None: every token is in `keys`.
-        units: of every sequence `[n, 2]` depths of tokens that only come together, see `PrefixTree`; None: there are none.
+        units: of every sequence `[n, 2]` depths of tokens that only come together, see `PrefixTree`; None: no layer has
+            such tokens.
     """
 
     valid: Booleans

@@ -135,6 +135,44 @@ FAMILIES = {
         },
         16,
     ),
+    "gemma4": (
+        transformers.Gemma4Config,
+        {
+            "text_config": {
+                **TEXT,
+                "num_hidden_layers": 2,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "head_dim": 8,
+                "global_head_dim": 8,
+                "sliding_window": 3,
+                "use_bidirectional_attention": "vision",
+                "hidden_size_per_layer_input": 0,
+                "num_kv_shared_layers": 0,
+            },
+            "vision_config": {
+                **TOWER,
+                "head_dim": 8,
+                "num_key_value_heads": 4,
+                "default_output_length": 4,
+                "pooling_kernel_size": 2,
+                "position_embedding_size": 64,
+            },
+            "audio_config": None,
+            "image_token_id": IMAGE,
+        },
+        16,
+    ),
+    "paligemma": (
+        transformers.PaliGemmaConfig,
+        {
+            "text_config": {**TEXT, "head_dim": 8, "model_type": "gemma"},
+            "vision_config": {**TOWER, "image_size": 8, "model_type": "siglip_vision_model", "projection_dim": 32},
+            "image_token_index": IMAGE,
+            "projection_dim": 32,
+            "hidden_size": 32,
+        },
+        8,
+    ),
     "idefics3": (
         transformers.Idefics3Config,
         {
@@ -205,10 +243,13 @@ def inputs(name: str, rows: Sequence[Sequence[int | str]]) -> dict[str, torch.Te
         "input_ids": torch.tensor([row + [0] * (longest - len(row)) for row in ids]),
         "attention_mask": torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids]),
     }
-    if name in PACKED:
-        call["mm_token_type_ids"] = (call["input_ids"] == IMAGE).int()
+    is_image = (call["input_ids"] == IMAGE).int()
+    if name in PACKED or name == "gemma4":
+        call["mm_token_type_ids"] = is_image
     if name == "gemma3":
-        call["token_type_ids"] = (call["input_ids"] == IMAGE).int()
+        call["token_type_ids"] = is_image
+    if name == "paligemma":  # zero in the prefix, whose tokens attend to each other: all up to the last image
+        call["token_type_ids"] = (is_image.flip(1).cumsum(1).flip(1) == 0).int()
     return call | (_pixels(name, images) if any(images) else {})
 
 
@@ -231,6 +272,10 @@ def _pixels(name: str, images: Sequence[Sequence[int]]) -> dict[str, torch.Tenso
             row[: len(of_row)] = drawn_images[of_row]
         return {"pixel_values": pixels}
     call = {"pixel_values": drawn_images[flat]}
+    if name == "gemma4":
+        patches = drawn_images.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).reshape(4, 16, 48)
+        places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(1)
+        return {"pixel_values": patches[flat], "image_position_ids": places.expand(len(flat), -1, -1).clone()}
     if name == "mistral3":
         call["image_sizes"] = torch.tensor([[side, side]] * len(flat))
     return call

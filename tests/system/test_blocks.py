@@ -1,8 +1,5 @@
 """Tokens of a block (of an image, say) attend to each other both ways; all others are causal."""
 
-import dataclasses
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,83 +8,9 @@ from hypothesis import strategies as st
 import dta_compile
 from dta_compile.errors import RefusalError, RuntimeContractError
 from dta_compile.options import Options
-from tests.support.cases import (
-    LOSSES,
-    QUICK,
-    Case,
-    check_plan,
-    check_transparent,
-    make_case,
-    options,
-    reference,
-    with_options,
-)
+from tests.support.blocks import IMAGE, WINDOW, BlockLM, cases, make
+from tests.support.cases import LOSSES, QUICK, check_plan, check_transparent, options, reference, with_options
 from tests.support.tiny import TinyLM, after, assert_same, weights_like
-
-IMAGE = 8  # ids from here on are of images; a run of them is one
-WINDOW = 3
-
-
-def numbered(ids):
-    """Number the runs of image tokens, -1 elsewhere, as transformers does."""
-    is_image = ids >= IMAGE
-    begins = is_image & ~torch.nn.functional.pad(is_image, (1, 0))[:, :-1]
-    return torch.where(is_image, begins.int().cumsum(1) - 1, -1)
-
-
-class BlockLM(TinyLM):
-    """`TinyLM` of three layers: with blocks, with blocks in a sliding window, and causal."""
-
-    def __init__(self):
-        super().__init__(layers=3)
-
-    def masks(self, ids, mask):
-        blocks, places = numbered(ids)[:, None], torch.arange(ids.shape[1])
-        causal, near = places[:, None] >= places, places[:, None] - places < WINDOW
-        both = causal | ((blocks[..., :, None] == blocks[..., None, :]) & (blocks[..., None] >= 0))
-        return [pairs & (True if mask is None else mask[:, None, None]) for pairs in (both, near & both, causal)]
-
-    def hidden(self, ids, mask=None):
-        positions = torch.arange(ids.shape[1]) if mask is None else (mask.long().cumsum(1) - 1).clamp(min=0)
-        x = self.embedding(ids) + self.position(positions)
-        for block, pairs in zip(self.blocks, self.masks(ids, mask), strict=True):
-            x = block(x, pairs)
-        return self.norm(x)
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class BlockCase(Case):
-    """Batch whose rows share whole blocks."""
-
-    @property
-    def prefixes(self):
-        found = set()
-        for ids, mask in zip(self.ids, self.mask, strict=True):
-            row, numbers = ids[mask].tolist(), numbered(ids[mask][None])[0].tolist()
-            pairs = list(zip(row, numbers, strict=True))
-            keys = [(t, *(token for token, other in pairs if other == n >= 0)) for t, n in pairs]
-            found |= {tuple(keys[: i + 1]) for i in range(len(keys))}
-        return found
-
-
-def make(sequences, padding):
-    case = make_case(sequences, padding)
-    return BlockCase(**{field.name: getattr(case, field.name) for field in dataclasses.fields(case)})
-
-
-@st.composite
-def rollouts(draw):
-    """Draw sequences grown from others, cut anywhere, also inside of blocks."""
-    text, image = st.lists(st.integers(0, 1), max_size=3), st.lists(st.integers(IMAGE, IMAGE + 1), max_size=5)
-    grown = st.lists(st.one_of(text, image), max_size=3).map(lambda parts: list(itertools.chain(*parts)))
-    sequences = [draw(grown)]
-    for _ in range(draw(st.integers(1, 7))):
-        source = draw(st.sampled_from(sequences))
-        sequences.append((source[: draw(st.integers(0, len(source)))] + draw(grown))[:30])
-    return sequences
-
-
-cases = st.builds(make, rollouts(), st.sampled_from(["right", "left", "none"]))
 
 
 @pytest.fixture(scope="module")
@@ -158,10 +81,21 @@ def window_or_block(query, key, blocks):
     return ((query >= key) & (query - key < WINDOW)) | same
 
 
+def of_packed_rows(query, key, both):
+    segments, blocks = both[..., 0, :], both[..., 1, :]
+    same_sequence = segments[..., :, None] == segments[..., None, :]
+    return ((query >= key) | ((blocks[..., :, None] == blocks[..., None, :]) & (blocks[..., None] > 0))) & same_sequence
+
+
 @pytest.mark.parametrize(
-    ("mask", "blocks"), [(in_blocks, [0, 0, 1, 1, 1, 5, 5]), (window_or_block, [0, 3, 3, 3, 0, 1, 1])]
+    ("mask", "blocks", "tokens"),
+    [
+        (in_blocks, [0, 0, 1, 1, 1, 5, 5], 9),
+        (window_or_block, [0, 3, 3, 3, 0, 1, 1], 9),
+        (of_packed_rows, [[0, 0, 0, 1, 1, 1, 1], [0, 7, 7, 7, 7, 0, 3]], 8),  # one sequence of either row is shared
+    ],
 )
-def test_other_spellings(mask, blocks):
+def test_other_spellings(mask, blocks, tokens):
     model = Written(mask)
     compiled = torch.compile(model, backend="dta", options={"chunk_size": 2})
     ids, blocks = torch.tensor([[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 8]]), torch.tensor([blocks] * 2)
@@ -170,7 +104,7 @@ def test_other_spellings(mask, blocks):
         return after(model, lambda: [(y := function(ids, blocks)).detach(), (y * weights_like(y)).sum().backward()][:1])
 
     assert_same(run(compiled), run(model))
-    assert dta_compile.last_plan(compiled).stats.tree_tokens == 9
+    assert dta_compile.last_plan(compiled).stats.tree_tokens == tokens
 
 
 @pytest.mark.parametrize(

@@ -242,9 +242,10 @@ class _Proof:
         hypotheses = [self.valid_query, *(z3.Implies(in_sequence, known) for known in positions)]
         if (example := self._counterexample(z3.Implies(self.allowed, distance >= 0), *hypotheses)) is not None:
             failure = self._failure(f"a mask that lets tokens attend to later ones: {self._pair(example)}")
-            if roles.positions or (mask_class := self._with_blocks(roles, *hypotheses)) is None:
-                raise failure
-            return mask_class
+            with contextlib.suppress(Untranslatable, z3.Z3Exception):  # other roles may be decided
+                if not roles.positions and (with_blocks := self._with_blocks(roles, *hypotheses)) is not None:
+                    return with_blocks
+            raise failure
         mask_class = MaskClass(
             segments=tuple(atom.term for atom in roles.segments),
             positions=tuple(atom.term for atom in roles.positions),

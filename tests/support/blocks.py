@@ -31,7 +31,8 @@ class BlockLM(TinyLM):
 
     def masks(self, ids, mask):
         blocks, places = numbered(ids)[:, None], torch.arange(ids.shape[1])
-        causal, near = places[:, None] >= places, places[:, None] - places < WINDOW
+        causal = (places[:, None] >= places).expand(len(ids), 1, -1, -1)
+        near = places[:, None] - places < WINDOW
         both = causal | ((blocks[..., :, None] == blocks[..., None, :]) & (blocks[..., None] >= 0))
         return [pairs & (True if mask is None else mask[:, None, None]) for pairs in (both, near & both, causal)]
 

@@ -93,13 +93,15 @@ def _repeated(operand: torch.Tensor, batch: Any, heads: int) -> torch.Tensor:
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
     """Erase unused nodes, including in-place writes to unused values and the levels of a `vmap` without used nodes."""
-    writes = writes_of(graph)
+    writes, levels = writes_of(graph), [node for node in graph.nodes if _is_of_vmap(node)]
     effects = [node for node in graph.nodes if node.is_impure() and not _is_of_vmap(node) and node not in writes]
     # Inputs outlive the graph, so that writes to them count.
-    needed = with_writes([output_node(graph), *effects, *graph.find_nodes(op="placeholder")], writes)
-    maps = any(_is_of_vmap(node) for node in needed)
+    kept = [output_node(graph), *effects, *graph.find_nodes(op="placeholder")]
+    needed = with_writes(kept, writes)
+    if not needed.isdisjoint(levels):
+        needed = with_writes([*kept, *levels], writes)
     for node in reversed(list(graph.nodes)):
-        is_droppable = not node.is_impure() or (_is_of_vmap(node) and not maps) or node in writes
+        is_droppable = not node.is_impure() or _is_of_vmap(node) or node in writes
         if node not in needed and node.op in ("call_function", "call_method", "get_attr") and is_droppable:
             graph.erase_node(node)
 

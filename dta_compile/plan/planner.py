@@ -16,7 +16,7 @@ from dta_compile.errors import PlanError
 from dta_compile.options import Options
 from dta_compile.plan.schedule import MODES, Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule
 from dta_compile.plan.tree.chunk import Chunk, Slice
-from dta_compile.plan.tree.chunk_tree import ChunkTree, chunk_tree, cut
+from dta_compile.plan.tree.chunk_tree import ChunkTree, chunk_size_of, chunk_tree, cut
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 
 
@@ -67,7 +67,7 @@ def build_schedule(
     else:
         walk.streaming()
     sweep = "stages" if by_stages else "chunks"
-    return Schedule(tuple(walk.ops), options.strategy, options.order, mode, options.chunk_tokens, sweep)
+    return Schedule(tuple(walk.ops), options.strategy, options.order, mode, chunk_size_of(tree, options), sweep)
 
 
 def rebuilt_slices(tree: PrefixTree, options: Options, chunks: ChunkTree) -> Iterator[tuple[int, Slice]]:
@@ -185,7 +185,8 @@ class _Walk:
                     self.forward(above, out)
             else:  # without graphs the bounds of chunks do not matter: use as few runs as possible
                 first, last = parts[0][1], parts[-1][1]
-                pieces = cut(last.sequence, first.start, last.stop, self.options.chunk_tokens, self.block)
+                size = chunk_size_of(self.tree, self.options)
+                pieces = cut(last.sequence, first.start, last.stop, size, self.block, self.tree)
                 self.ops += [Anchor(Chunk(piece), out) for piece in pieces]
             for above, part in parts:
                 self.put(above, Chunk(part))

@@ -116,6 +116,10 @@ class _Replay:
             self.fail("slices name a sequence of the batch", f"s0..s{len(lengths) - 1}", str(part))
         if not 0 <= part.start < part.stop <= lengths[part.sequence]:
             self.fail("slices lie inside their sequence", f"part of [0:{lengths[part.sequence]}]", str(part))
+        for depth in (part.start, part.stop):
+            first, last = self.tree.unit_at(part.sequence, depth)
+            if first < last:
+                self.fail("tokens that read each other both ways are not cut", f"[{first}:{last}] whole", str(part))
 
     def check_size(self, tokens: int) -> None:
         if tokens > self.schedule.chunk_size:

@@ -17,7 +17,8 @@ CERTAIN = -1e30  # entries of at most this hide a key whatever the scores, which
 
 @dataclasses.dataclass(frozen=True)
 class MaskClass:
-    """Proven class of an attention mask: causal, limited to `window` tokens or to chunks if one is not None.
+    """Proven class of an attention mask: causal, limited to `window` tokens or to chunks if one is not None; but tokens
+    of a block read each other both ways.
 
     The terms are over "row" and "key". Their properties below are assumptions of the proof, which every call checks.
 
@@ -28,6 +29,9 @@ class MaskClass:
             token to the next. The number of a chunk is `counted // chunk`.
         valid: whether a token is real (None: all are); the others are padding, which no real token attends to.
         segments: two tokens of a row are in the same sequence if all of these are equal; sequences are contiguous.
+        block: two tokens of a sequence are in the same block if these are equal; blocks are contiguous.
+        in_block: with `block`: whether a token is in a block (None: all are).
+        fits_window: blocks are no longer than the window.
         positions: values that grow by one from each real token of a sequence to the next.
         binary: values that are zero or one.
         bias: values that are zero or at most -1e4.
@@ -40,6 +44,9 @@ class MaskClass:
     counted: Term | None = None
     valid: Term | None = None
     segments: tuple[Term, ...] = ()
+    block: Term | None = None
+    in_block: Term | None = None
+    fits_window: bool = False
     positions: tuple[Term, ...] = ()
     binary: tuple[Term, ...] = ()
     bias: tuple[Term, ...] = ()
@@ -50,7 +57,12 @@ class MaskClass:
     def terms(self) -> tuple[Term, ...]:
         """Return all terms in it."""
         single = tuple(term for term in (self.counted, self.valid) if term is not None)
-        return (*single, *self.segments, *self.positions, *self.binary, *self.bias, *self.bounded)
+        return (*single, *self.of_blocks, *self.segments, *self.positions, *self.binary, *self.bias, *self.bounded)
+
+    @property
+    def of_blocks(self) -> tuple[Term, ...]:
+        """Return the terms that tell blocks."""
+        return tuple(term for term in (self.block, self.in_block) if term is not None)
 
     def __str__(self) -> str:
         parts = ["causal" if self.window is None else f"causal, window {self.window}"]
@@ -59,5 +71,8 @@ class MaskClass:
         if self.valid is not None:
             parts.append(f"real tokens where {shown(self.valid)}")
         parts += [f"a sequence for each {shown(term)}" for term in self.segments]
+        if self.block is not None:
+            parts.append(f"both ways within each {shown(self.block)}")
+            parts += [] if self.in_block is None else [f"where {shown(self.in_block)}"]
         parts += [f"consecutive {shown(term)}" for term in self.positions]
         return ", ".join(parts)

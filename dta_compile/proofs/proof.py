@@ -1,5 +1,5 @@
-"""Prove the class of an attention mask from the semantics of its operators: causal, with a window or chunks, padding
-and segments.
+"""Prove the class of an attention mask from the semantics of its operators: causal, with a window or chunks, padding,
+segments, and blocks of tokens that read each other both ways.
 
 An entry of the mask is a term over row, query and key (`passes.masks.elements`), which becomes a formula (`logic`).
 A key is real if the mask lets it attend to itself. Some masks let every token do so, to give each query a key; then the
@@ -236,7 +236,11 @@ class _Proof:
         in_sequence = z3.And(self.valid_key, *same)
         hypotheses = [self.valid_query, *(z3.Implies(in_sequence, known) for known in positions)]
         if (example := self._counterexample(z3.Implies(self.allowed, distance >= 0), *hypotheses)) is not None:
-            raise self._failure(f"a mask that lets tokens attend to later ones: {self._pair(example)}")
+            failure = self._failure(f"a mask that lets tokens attend to later ones: {self._pair(example)}")
+            with contextlib.suppress(Untranslatable, z3.Z3Exception):  # other roles may be decided
+                if not roles.positions and (with_blocks := self._with_blocks(roles, *hypotheses)) is not None:
+                    return with_blocks
+            raise failure
         mask_class = MaskClass(
             segments=tuple(atom.term for atom in roles.segments),
             positions=tuple(atom.term for atom in roles.positions),
@@ -255,6 +259,43 @@ class _Proof:
             if self.logic.proves(self.allowed == z3.And(expected, query / chunk == key / chunk), *hypotheses):
                 return dataclasses.replace(mask_class, chunk=chunk, counted=counted)
         raise failure
+
+    def _with_blocks(self, roles: Roles, *hypotheses: z3.BoolRef) -> MaskClass | None:
+        """Return the class of a mask whose tokens read later ones of their block alone; None if there are no such
+        blocks."""
+        distance = self.query - self.key
+        sequence = [self.valid_key, *(self._difference(atom, z3.BoolRef) for atom in roles.segments)]
+        window = self._window(*hypotheses, self.valid_query, *sequence, distance >= 0)
+        near = z3.BoolVal(True) if window is None else distance < window
+        for equal, block, in_block in self._blocks():
+            same_block = z3.And(equal, *(self.logic.boolean(term) for term in in_block))
+            cut, whole = z3.And(near, z3.Or(distance >= 0, same_block)), z3.Or(z3.And(near, distance >= 0), same_block)
+            for fits_window, reads in ((False, cut), (True, whole)):
+                if self.logic.proves(self.allowed == z3.And(*sequence, reads), *hypotheses):
+                    return MaskClass(
+                        window=window,
+                        segments=tuple(atom.term for atom in roles.segments),
+                        block=block,
+                        in_block=in_block[0] if in_block else None,
+                        fits_window=fits_window,
+                    )
+        return None
+
+    def _blocks(self) -> Iterator[tuple[z3.BoolRef, Term, tuple[Term, ...]]]:
+        """Yield what may number blocks: whether it is equal at query and key, the term over row and key, and, over key
+        and query, a condition on a token of a block, if any."""
+        parts = list(subterms(self.term))
+        of_token = [part for part in parts if len(part.indices - {"row"}) == 1 and part.dtype is torch.bool]
+        conditions = dict.fromkeys(self.terms.with_index(part, "query", "key") for part in of_token)
+        both = [(part, self.terms.with_index(part, "key", "query")) for part in conditions]
+        for part in parts:
+            if not isinstance(part, Apply) or part.name != "eq" or not {"query", "key"} <= part.indices:
+                continue
+            first, second = part.args
+            if isinstance(first, Term) and isinstance(second, Term) and "query" in first.indices:
+                first, second = second, first
+            if first is self.terms.with_index(second, "query", "key"):
+                yield from ((self.logic.boolean(part), first, pair) for pair in ((), *both))
 
     def _window(self, *hypotheses: z3.BoolRef) -> int | None:
         """Return the least distance at which a key is forbidden although `hypotheses` hold; None if there is none."""

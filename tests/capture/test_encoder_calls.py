@@ -35,11 +35,6 @@ def _fresh_compiler():
     torch._dynamo.trace_rules.clear_lru_cache()  # as whatever runs before may do
 
 
-def call_of(name, rows=ROWS):
-    call = inputs(name, rows)
-    return call | ({"token_type_ids": torch.zeros_like(call["input_ids"])} if name == "gemma3" else {})
-
-
 QUICK = ("qwen3_vl", "llava")
 
 
@@ -50,8 +45,8 @@ def test_models_are_one_graph(name):
     model, graphs = build(name), Graphs()
     compiled = torch.compile(model, backend=graphs)
     for rows in (ROWS, [*ROWS, ["a", 3, "c", 9, 8]]):
-        expected = model(**call_of(name, rows)).logits
-        torch.testing.assert_close(compiled(**call_of(name, rows)).logits, expected, rtol=0, atol=1e-9)
+        expected = model(**inputs(name, rows)).logits
+        torch.testing.assert_close(compiled(**inputs(name, rows)).logits, expected, rtol=0, atol=1e-9)
     assert len(graphs) == len(graphs.calls(encode)) == 1
     assert dynamo.graph_break(graphs[0]) is None
     assert len(graphs.calls(token_positions)) == (name in PACKED)
@@ -63,7 +58,7 @@ def test_a_graph_belongs_to_its_model_and_to_what_it_trains():
     models, graphs = [build("llava") for _ in range(2)], Graphs()
     with torch.no_grad():
         models[1].model.multi_modal_projector.linear_2.bias.add_(1)
-    call = call_of("llava")
+    call = inputs("llava", ROWS)
     for model in models:
         torch.testing.assert_close(torch.compile(model, backend=graphs)(**call).logits, model(**call).logits)
     models[1].requires_grad_(False)
@@ -85,7 +80,7 @@ class Scaled(transformers.LlavaModel):
 
 
 def test_features_need_a_gradient_for_parameters_wherever_they_belong():
-    model, graphs, pixels = build("llava").model, Graphs(), call_of("llava")["pixel_values"]
+    model, graphs, pixels = build("llava").model, Graphs(), inputs("llava", ROWS)["pixel_values"]
     model.__class__ = Scaled
     model.scale = nn.Parameter(torch.rand(32, dtype=torch.float64))
     model.unused, model.bypassed = nn.LayerNorm(32).double(), nn.Linear(32, 32).double()
@@ -103,7 +98,7 @@ def test_features_need_a_gradient_for_parameters_wherever_they_belong():
 
 
 def test_pixels_are_computed_in_the_graph():
-    model, graphs, call = build("llava"), Graphs(), call_of("llava")
+    model, graphs, call = build("llava"), Graphs(), inputs("llava", ROWS)
 
     def run(pixel_values, **others):
         return model(pixel_values=pixel_values.clamp(max=pixel_values.shape[0]).sin(), **others).logits
@@ -120,12 +115,12 @@ def test_dropout_and_batch_norm_of_encoders_are_refused_by_name():
             nn.GELU(), nn.Flatten(0, 1), layer, nn.Unflatten(0, (-1, 4))
         )
         with pytest.raises(RefusalError, match="depend on the other images of the batch"):
-            torch.compile(model, backend="dta")(**call_of("llava"))
+            torch.compile(model, backend="dta")(**inputs("llava", ROWS))
 
 
 def test_calls_that_are_no_nodes_of_the_graph_run_as_they_are():
     """In a checkpoint, with pixels in a dictionary, without pixels, and where Python runs while Dynamo traces."""
-    model, pixels = build("llava").model, call_of("llava")["pixel_values"]
+    model, pixels = build("llava").model, inputs("llava", ROWS)["pixel_values"]
 
     class Model(type(model)):
         def get_image_features(self, pixel_values=None, batch=None):
@@ -144,7 +139,7 @@ def test_calls_that_are_no_nodes_of_the_graph_run_as_they_are():
         "buffer": lambda pixels: features(),
         "constant": lambda pixels: constant() * 1,
     }
-    constant = torch._dynamo.assume_constant_result(lambda: features(call_of("llava")["pixel_values"]).detach())
+    constant = torch._dynamo.assume_constant_result(lambda: features(inputs("llava", ROWS)["pixel_values"]).detach())
     for name, call in calls.items():
         found = torch.compile(call, backend=Graphs())(pixels)
         torch.testing.assert_close(found, features(pixels), rtol=0, atol=1e-9, msg=name)
@@ -184,7 +179,7 @@ def test_writes_to_features_of_methods(how):
         features = torch.cat(model.get_image_features(pixel_values).pooler_output)
         return write(features, lambda: x.masked_scatter(mask, features))
 
-    torch.compile(call, backend=cuts)(**call_of("llava"))
+    torch.compile(call, backend=cuts)(**inputs("llava", ROWS))
     (cut,) = cuts
     if is_known:
         assert bool(cut.before.graph.find_nodes(op="call_method", target="mul_")) == (how == "scaled")
@@ -193,7 +188,7 @@ def test_writes_to_features_of_methods(how):
 
 
 def test_features_are_not_made_up_outside_of_the_trace():
-    graphs, call = Graphs(), call_of("llava")
+    graphs, call = Graphs(), inputs("llava", ROWS)
     model = build("llava").model
     torch.compile(lambda pixels: model.get_image_features(pixels).pooler_output[0].sin(), backend=graphs)(
         call["pixel_values"]

@@ -27,6 +27,7 @@ from dta_compile.plan import (
 )
 from dta_compile.plan.schedule import MODES, SWEEPS
 from tests.support.execution import execute
+from tests.support.units import with_units
 
 CHUNK_SIZES = [1, 2, 3, 7, 1000]
 ORDERS = CHOICES["order"]
@@ -51,7 +52,7 @@ def any_keep(chunks):
 @settings(max_examples=250)
 @given(st.data())
 def test_every_schedule_is_legal_and_exact(batches, data):
-    sequences = data.draw(batches)
+    sequences, units = with_units(data.draw(batches), data.draw(st.sampled_from([1, 2, 1000, 1000])))
     strategy, mode = data.draw(st.sampled_from(STRATEGIES)), data.draw(st.sampled_from(MODES))
     options = Options(
         strategy=strategy,
@@ -59,7 +60,7 @@ def test_every_schedule_is_legal_and_exact(batches, data):
         chunk_size=data.draw(st.sampled_from(CHUNK_SIZES)),
         sweep=data.draw(st.sampled_from(SWEEPS)),
     )
-    tree = PrefixTree.build(sequences, share=strategy != "dense")
+    tree = PrefixTree.build(sequences, share=strategy != "dense", units=units)
     chunks = chunk_tree(tree, options)
     schedule = build_schedule(tree, options, mode, data.draw(any_keep(chunks.chunks)), chunks)
     simulation = verify(tree, schedule)
@@ -72,6 +73,15 @@ def test_every_schedule_is_legal_and_exact(batches, data):
     if mode != "streaming":  # whose first phase runs all chunks
         first = {op.chunk: len(op.states) for op in with_its_states.ops if getattr(op, "out", False)}
         assert [first[chunk] for chunk in chunks.chunks] == chunks.starts_below()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_schedule_that_cuts_a_unit_is_illegal(strategy):
+    sequences, units = with_units([[1, 9, 9, 9, 9, 2], [1, 9, 9, 9, 9, 3]], 9)
+    options = Options(strategy=strategy, chunk_size=3)
+    schedule = build_schedule(PrefixTree.build(sequences, share=strategy != "dense"), options, "score")
+    with pytest.raises(ScheduleError, match="tokens that read each other both ways are not cut"):
+        verify(PrefixTree.build(sequences, share=strategy != "dense", units=units), schedule)
 
 
 def check_states(sequences, tree, schedule, without):

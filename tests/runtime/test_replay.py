@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import dta_compile
 from dta_compile.options import Options
 from dta_compile.runtime.replay import lease
+from tests.support.blocks import IMAGE, BlockLM, make
 from tests.support.cases import (
     LOSSES,
     QUICK,
@@ -84,6 +85,17 @@ def test_later_steps_are_replayed_and_equal(model, compiled, sequences, strategy
     assert last.replayed > 0
     assert last.eager == last.recorded == 0
     assert "runs replayed, 0 not" in str(dta_compile.last_plan(compiled))
+
+
+def test_blocks_of_tokens_that_attend_to_each_other():
+    model = BlockLM()
+    compiled = compile_with(model)
+    image = [IMAGE + 1] * 3
+    for sequences in ([[1, *image, 2], [1, *image, 3, *image]], [[*image, 1, 2], [1, 2, 3, *image, *image]]):
+        for _ in range(3):
+            chosen = Options(chunk_size=4, attention="reference")
+            check_transparent(model, compiled, make(sequences, "right"), chosen, "weights")
+        assert counts(compiled).replayed > counts(compiled).eager == 0
 
 
 def test_what_the_stack_holds_beyond_the_prefix_is_not_read(model, compiled):

@@ -37,6 +37,7 @@ class Case:
     softcap: float = 0.0
     with_sinks: bool = False
     chunk: int = 0
+    units: bool = False
 
     @property
     def limit(self) -> Limit | None:
@@ -51,7 +52,7 @@ class Case:
 
 @st.composite
 def shapes(draw, sizes=(1, 1, 2, 3, 5, 8, 13)):
-    """Draw chunks of random slices: nested branches from any token of a slice, with and without a spine."""
+    """Draw chunks of random slices: nested branches from any token of a slice, with and without a spine, and units."""
     start = draw(st.sampled_from([0, 1, 17]))
     budget, parts = draw(st.integers(1, 10)), []
 
@@ -69,7 +70,11 @@ def shapes(draw, sizes=(1, 1, 2, 3, 5, 8, 13)):
     end = 0
     while len(parts) < budget:
         end = grow(-1, start, end)
-    return ChunkShape.of(start, draw(st.sampled_from([0, parts[0].last])), parts)
+    hangs = [parts[part.parent].first + part.depth - parts[part.parent].depth for part in parts if part.parent >= 0]
+    bounds = sorted({*hangs, *(part.first for part in parts), end})
+    pairs = [sorted(draw(st.tuples(st.integers(a, b), st.integers(a, b)))) for a, b in itertools.pairwise(bounds)]
+    units = [(first, last) for first, last in pairs if last - first > 1]
+    return ChunkShape.of(start, draw(st.sampled_from([0, parts[0].last])), parts, units)
 
 
 def cases(shape):
@@ -78,6 +83,7 @@ def cases(shape):
         "groups": [1, 2, 4],
         "softcap": [0.0, 0.0, 1.5],
         "with_sinks": [False, True],
+        "units": [False, True],
     }
     limits = st.sampled_from([{}, {"window": 3}, {"window": 50}, {"chunk": 4}, {"chunk": 16}, {"chunk": 50}])
     others = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in sizes.items()})
@@ -104,6 +110,9 @@ def ancestry(case: Case) -> torch.Tensor:
         depth = len(path) - 1
         in_chunk = depth % case.chunk + 1 if case.chunk else len(path)
         allowed[query, path[: min(in_chunk, case.window or len(path))]] = True
+    for first, last in shape.units if case.units else ():
+        unit = slice(shape.start + first, shape.start + last)
+        allowed[unit, unit] |= ~torch.ones(last - first, last - first, dtype=torch.bool).tril()
     return allowed[shape.start :]
 
 
@@ -126,7 +135,7 @@ class Run:
         tokens, heads = shape.tokens, case.kv_heads * case.groups
         capacity = shape.start + tokens + spare
         layer = attention_layer(case.kv_heads, case.width, case.value_width, dtype, case.with_sinks)
-        runtime = AttentionRuntime(provider(), case.limit)
+        runtime = AttentionRuntime(provider(), case.limit, case.units)
         self.path = path = PathStack([layer], [runtime], capacity, torch.device("cpu"))
         key_buffer, value_buffer = path.states[0].buffers
         key_buffer.copy_(random(1, case.kv_heads, capacity, case.width, dtype=dtype, seed=1))

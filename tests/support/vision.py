@@ -122,10 +122,54 @@ FAMILIES = {
     "gemma3": (
         transformers.Gemma3Config,
         {
-            "text_config": {**TEXT, "head_dim": 8, "sliding_window": 64},
-            "vision_config": {**TOWER, "image_size": 8},
+            "text_config": {
+                **TEXT,
+                "num_hidden_layers": 2,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "head_dim": 8,
+                "sliding_window": 3,
+            },
+            "vision_config": {**TOWER, "image_size": 16},
             "image_token_index": IMAGE,
-            "mm_tokens_per_image": 1,
+            "mm_tokens_per_image": 4,
+        },
+        16,
+    ),
+    "gemma4": (
+        transformers.Gemma4Config,
+        {
+            "text_config": {
+                **TEXT,
+                "num_hidden_layers": 2,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "head_dim": 8,
+                "global_head_dim": 8,
+                "sliding_window": 3,
+                "use_bidirectional_attention": "vision",
+                "hidden_size_per_layer_input": 0,
+                "num_kv_shared_layers": 0,
+            },
+            "vision_config": {
+                **TOWER,
+                "head_dim": 8,
+                "num_key_value_heads": 4,
+                "default_output_length": 4,
+                "pooling_kernel_size": 2,
+                "position_embedding_size": 64,
+            },
+            "audio_config": None,
+            "image_token_id": IMAGE,
+        },
+        16,
+    ),
+    "paligemma": (
+        transformers.PaliGemmaConfig,
+        {
+            "text_config": {**TEXT, "head_dim": 8, "model_type": "gemma"},
+            "vision_config": {**TOWER, "image_size": 8, "model_type": "siglip_vision_model", "projection_dim": 32},
+            "image_token_index": IMAGE,
+            "projection_dim": 32,
+            "hidden_size": 32,
         },
         8,
     ),
@@ -171,14 +215,15 @@ FAMILIES = {
 }
 PACKED = [name for name, (_, _, side) in FAMILIES.items() if side is None]
 GRIDS = ((1, 2, 4), (1, 4, 4), (1, 2, 2), (1, 4, 2))  # of packed images: time, height and width in patches
-TOKENS_OF_IMAGE = {"internvl": 1, "gemma3": 1, "aya": 1}  # of the other families: 4
+TOKENS_OF_IMAGE = {"internvl": 1, "aya": 1}  # of the other families: 4
 
 
-def build(name: str, dtype: torch.dtype = torch.float64) -> transformers.PreTrainedModel:
+def build(name: str, dtype: torch.dtype = torch.float64, attention: str = "sdpa") -> transformers.PreTrainedModel:
     """Build a model with large weights, so that images matter, and with no dropout, in training mode."""
     torch.manual_seed(1)
     config = FAMILIES[name][0](**FAMILIES[name][1])
-    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").to(dtype)
+    attentions = {"text_config": attention, "vision_config": "sdpa"}
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation=attentions).to(dtype)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
@@ -198,8 +243,13 @@ def inputs(name: str, rows: Sequence[Sequence[int | str]]) -> dict[str, torch.Te
         "input_ids": torch.tensor([row + [0] * (longest - len(row)) for row in ids]),
         "attention_mask": torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids]),
     }
-    if name in PACKED:
-        call["mm_token_type_ids"] = (call["input_ids"] == IMAGE).int()
+    is_image = (call["input_ids"] == IMAGE).int()
+    if name in PACKED or name == "gemma4":
+        call["mm_token_type_ids"] = is_image
+    if name == "gemma3":
+        call["token_type_ids"] = is_image
+    if name == "paligemma":  # zero in the prefix, whose tokens attend to each other: all up to the last image
+        call["token_type_ids"] = (is_image.flip(1).cumsum(1).flip(1) == 0).int()
     return call | (_pixels(name, images) if any(images) else {})
 
 
@@ -222,6 +272,10 @@ def _pixels(name: str, images: Sequence[Sequence[int]]) -> dict[str, torch.Tenso
             row[: len(of_row)] = drawn_images[of_row]
         return {"pixel_values": pixels}
     call = {"pixel_values": drawn_images[flat]}
+    if name == "gemma4":
+        patches = drawn_images.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).reshape(4, 16, 48)
+        places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(1)
+        return {"pixel_values": patches[flat], "image_position_ids": places.expand(len(flat), -1, -1).clone()}
     if name == "mistral3":
         call["image_sizes"] = torch.tensor([[side, side]] * len(flat))
     return call

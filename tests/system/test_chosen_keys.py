@@ -51,8 +51,9 @@ class Index(nn.Module):
 class Sparse(nn.Module):
     """Two layers; with `shared`, the second reads the keys that the index of the first has chosen."""
 
-    def __init__(self, spelling: str = "matmul", heads: int = 24, shared: bool = False) -> None:
+    def __init__(self, spelling: str = "matmul", heads: int = 24, shared: bool = False, blocks: bool = False) -> None:
         super().__init__()
+        self.blocks = blocks
         torch.manual_seed(1)
         self.embedding, self.position = nn.Embedding(V, WIDTH), nn.Embedding(32, WIDTH)
         self.indices = nn.ModuleList(Index(spelling, heads) for _ in range(1 if shared else 2))
@@ -63,6 +64,9 @@ class Sparse(nn.Module):
     def forward(self, ids: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embedding(ids) + self.position(torch.arange(ids.shape[1]))
         mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()[None, None]
+        if self.blocks:
+            pairs = torch.arange(ids.shape[1]) // 2
+            mask = mask | (pairs[:, None] == pairs)
         mask = mask.expand(len(ids), -1, -1, -1) if real is None else mask & real[:, None, None]
         for layer, project in enumerate(self.projections):
             if layer < len(self.indices):
@@ -146,3 +150,8 @@ def test_other_choices_are_refused(spelling, reason):
     batch = make_batch(rollouts(V))
     with pytest.raises(RefusalError, match=reason):
         ids_and_mask(compiled_with(Sparse(spelling)), batch)
+
+
+def test_blocks_of_tokens_that_attend_to_each_other_are_refused():
+    with pytest.raises(RuntimeContractError, match="attend to later ones of their block"):
+        compiled_with(Sparse(blocks=True))(torch.arange(24).view(2, 12))

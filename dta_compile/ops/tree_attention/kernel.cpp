@@ -2,7 +2,7 @@
 //
 // FlashAttention-2 (Dao, 2023, algorithms 1 and 2), restricted to the pairs that are read. Queries are processed in
 // blocks, in which the query heads of a key head are rows of one matrix product; the keys of a block in tiles. The last
-// tile ends with the block's last token, keys that no query of the block reads are in no tile, and short runs of keys
+// tile ends with the block's last token, or the last one of its unit, keys that no query of the block reads are in no tile, and short runs of keys
 // are copied to contiguous memory. Matrix products call torch's BLAS from threads of an OpenMP region; a BLAS that
 // shares torch's OpenMP notices that and starts no threads of its own.
 
@@ -55,7 +55,7 @@ using Gemm = void (*)(const char*, const char*, const int64_t*, const int64_t*, 
 extern "C" struct Call {  // filled by `kernel.py`, field by field
   int64_t heads, kv_heads, tokens, width, start, threads;
   int64_t limit, by_chunks;       // see `Limit`; 0: none
-  const int32_t *ends, *depths;   // see `ChunkShape`
+  const int32_t *begins, *ends, *depths;  // see `Keys`; `begins` ascends
   double scale;
   Gemm gemm;
   Tensor query;
@@ -133,16 +133,18 @@ Plan plan_of(const Call& call) {
     plan.above = std::min(plan.above, above);
     add_keys(plan, block, {above, whole - above, true}, true);
     add_keys(plan, block, {whole, call.start - whole, true}, false);
-    // The tokens that read a key are contiguous: from the key itself to its end.
+    // The tokens that read a key are contiguous: from its begin, the key itself or the first token of its unit, to its
+    // end. Keys of a unit may follow the block.
+    const int64_t after = std::lower_bound(call.begins, call.begins + call.tokens, block.last) - call.begins;
     const auto read = [&](int64_t key) { return call.ends[key] > first && (!call.limit || call.depths[key] >= some); };
     const auto read_by_all = [&](int64_t key) {
-      return key <= first && call.ends[key] >= block.last && (!call.limit || call.depths[key] >= all);
+      return call.begins[key] <= first && call.ends[key] >= block.last && (!call.limit || call.depths[key] >= all);
     };
-    for (int64_t key = 0; key < block.last;) {
+    for (int64_t key = 0; key < after;) {
       const int64_t begin = key++;
       if (!read(begin)) continue;
       const bool by_all = read_by_all(begin);
-      while (key < block.last && read(key) && read_by_all(key) == by_all) key++;
+      while (key < after && read(key) && read_by_all(key) == by_all) key++;
       add_keys(plan, block, {begin, key - begin, false}, !by_all);
     }
     block.end = plan.tiles.size();
@@ -392,7 +394,7 @@ class Attention {
     for (size_t number = tile.begin; number < tile.end; number++) {
       const Run& run = plan_.runs[number];
       for (int64_t key = run.first; key < run.first + run.count; key++, column++) {
-        on.firsts[column] = run.in_prefix ? 0 : static_cast<int32_t>(key);
+        on.firsts[column] = run.in_prefix ? 0 : call_.begins[key];
         on.ends[column] = run.in_prefix ? std::numeric_limits<int32_t>::max() : call_.ends[key];
         on.depths[column] = run.in_prefix ? static_cast<int32_t>(key) : call_.depths[key];
       }

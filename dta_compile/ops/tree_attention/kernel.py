@@ -26,10 +26,12 @@ class Keys(NamedTuple):
     """The attention pattern of a chunk.
 
     Attributes:
+        begins: int32 `[c]`, the first token that reads each token: itself, or `ChunkShape.begins`.
         ends, depths: int32 `[c]`, `ChunkShape.subtree_ends` and `ChunkShape.depths`.
         limit, by_chunks: as in `Limit`; with a limit of 0 tokens attend to all their ancestors.
     """
 
+    begins: torch.Tensor
     ends: torch.Tensor
     depths: torch.Tensor
     limit: int = 0
@@ -126,6 +128,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "tokens", "width", "start", "threads")),
         ("limit", ctypes.c_int64),
         ("by_chunks", ctypes.c_int64),
+        ("begins", ctypes.c_void_p),
         ("ends", ctypes.c_void_p),
         ("depths", ctypes.c_void_p),
         ("scale", ctypes.c_double),
@@ -175,6 +178,7 @@ def _run(
         torch.get_num_threads(),
         keys.limit,
         keys.by_chunks,
+        keys.begins.data_ptr(),
         keys.ends.data_ptr(),
         keys.depths.data_ptr(),
         scale,

@@ -179,7 +179,8 @@ def _constant_class(mask: MaskProgram) -> MaskClass | None:
             return None
         raise mask.refusal(error) from None
     sizes = free_symbols(mask.sizes.values())
-    return None if any(_reads_numbers(term, sizes) for term in (*proven.segments, *proven.positions)) else proven
+    compared = *proven.segments, *proven.positions, *proven.of_blocks
+    return None if any(_reads_numbers(term, sizes) for term in compared) else proven
 
 
 def _reads_numbers(term: Term, sizes: set[sympy.Symbol]) -> bool:

@@ -55,17 +55,33 @@ def chunk_tree(tree: PrefixTree, options: Options, states: bool = False) -> Chun
     """
     block = _RECURRENCE_BLOCK if states else 1
     if options.strategy == "packed":
-        return ChunkTree(*pack(tree, options.chunk_tokens, options.order), block)
+        return ChunkTree(*pack(tree, chunk_size_of(tree, options), options.order), block)
     return _along_leaves(tree, options, block)
 
 
-def cut(sequence: int, start: int, stop: int, chunk_size: int, block: int = 1) -> Iterator[Slice]:
+def chunk_size_of(tree: PrefixTree, options: Options) -> int:
+    """Return the most tokens of a chunk: as asked for, or those of the longest unit if that has more."""
+    return max(options.chunk_tokens, tree.longest_unit)
+
+
+def cut(
+    sequence: int, start: int, stop: int, chunk_size: int, block: int = 1, tree: PrefixTree | None = None
+) -> Iterator[Slice]:
     """Yield the fewest slices of at most `chunk_size` tokens that cover `[start, stop)`, as even as possible.
 
-    Cuts move to multiples of `block` tokens from `start` where that needs no further slice and exceeds no size.
+    Cuts move to multiples of `block` tokens from `start` where that needs no further slice and exceeds no size. Those
+    of a path with units move out of these, which may need more slices.
     """
     size = stop - start
     count = -(-size // chunk_size)
+    if tree is not None and len(tree.units_in(Slice(sequence, start, stop))):
+        while start < stop:
+            even = start + -(-(stop - start) // -(-(stop - start) // chunk_size))
+            above, below = tree.unit_at(sequence, even)
+            below = above if above > start else below
+            yield Slice(sequence, start, below)
+            start = below
+        return
     above = 0
     for left in reversed(range(count)):  # slices after this one
         even = size * (count - left) // count
@@ -91,7 +107,7 @@ def _along_leaves(tree: PrefixTree, options: Options, block: int) -> ChunkTree:
         [
             piece
             for a, b in pairwise(depths)
-            for piece in cut(int(tree.sequence[leaf]), a, b, options.chunk_tokens, block)
+            for piece in cut(int(tree.sequence[leaf]), a, b, chunk_size_of(tree, options), block, tree)
         ]
         for leaf, depths in zip(leaves, bounds, strict=True)
     ]
@@ -189,7 +205,9 @@ class _Packer:
         if length + _size(below) > room or sum(fragment.open for fragment in below) > 1:
             bins = sorted(self._packed(below), key=_size)
             # Joining any bin saves the same one chunk; the smallest leaves most room for the parent.
-            joined = bins[0] if bins and _saves_a_chunk(length, _size(bins[0]), room) else []
+            last = stop - self.tree.unit_at(self.sequence[node], stop - 1)[0]  # tokens that what is joined has to join
+            saves = bool(bins) and last + _size(bins[0]) <= room and _saves_a_chunk(length, _size(bins[0]), room)
+            joined = bins[0] if saves else []
             finished = bins[1:] if joined else bins
             for members in finished:
                 self._finish(members, node, stop)
@@ -200,10 +218,11 @@ class _Packer:
         return fragment
 
     def _cut(self, fragment: _Fragment) -> _Fragment:
-        """Finish a full chunk with the end of a fragment; return the rest of the fragment."""
-        rest = fragment.size - self.chunk_size
-        depth = fragment.start + rest
-        self._finish([dataclasses.replace(fragment, start=depth, size=self.chunk_size)], fragment.node, depth)
+        """Finish a full chunk, or nearly so, with the end of a fragment; return the rest of the fragment."""
+        even = fragment.start + fragment.size - self.chunk_size
+        depth = self.tree.unit_at(self.sequence[fragment.node], even)[1]
+        rest = depth - fragment.start
+        self._finish([dataclasses.replace(fragment, start=depth, size=fragment.size - rest)], fragment.node, depth)
         return dataclasses.replace(fragment, stop=depth, size=rest, open=True, below=[])
 
     def _packed(self, items: _Bin) -> list[_Bin]:

@@ -12,7 +12,7 @@ from dta_compile.errors import PlanError
 from dta_compile.plan.tree.lexicographic import IntArray, LexicographicOrder, common_of_some, lexicographic_order
 
 if TYPE_CHECKING:
-    from dta_compile.plan.tree.chunk import Chunk
+    from dta_compile.plan.tree.chunk import Chunk, Slice
 
 __all__ = ["IntArray", "PrefixTree"]
 
@@ -36,10 +36,16 @@ class PrefixTree:
         num_rows: tokens of the tree.
         roots, leaves: nodes without parent, nodes without children, both ascending.
         shared: False for the forest that keeps every sequence separate (`unshared`).
+        units: of every sequence `[n, 2]`, first and one past the last depth of tokens that are never cut apart, since
+            each reads all of them; ascending. No sequence leaves another inside of a unit. None: there are none.
+        longest_unit: most tokens of a unit.
     """
 
-    def __init__(self, sequences: LexicographicOrder, shared: bool = True) -> None:
-        self.sorted, self.shared = sequences, shared
+    def __init__(
+        self, sequences: LexicographicOrder, shared: bool = True, units: Sequence[IntArray] | None = None
+    ) -> None:
+        self.sorted, self.shared, self.units = sequences, shared, units
+        self.longest_unit = max((int((unit[:, 1] - unit[:, 0]).max(initial=1)) for unit in units or ()), default=1)
         self.lengths, self.order = sequences.lengths, sequences.order
         self.common, self.forks = sequences.common, sequences.forks
         self.lcp = self.common if shared else np.zeros_like(self.common)
@@ -68,7 +74,7 @@ class PrefixTree:
         self._paths: dict[int, tuple[list[int], list[int]]] = {}
 
     @classmethod
-    def build(cls, sequences: Iterable[Any], share: bool = True) -> PrefixTree:
+    def build(cls, sequences: Iterable[Any], share: bool = True, units: Sequence[IntArray] | None = None) -> PrefixTree:
         """Build the tree of 1-D integer sequences (arrays, lists, tensors; possibly empty).
 
         Takes O(total tokens) work in numpy and O(N log N) in Python. `share=False` gives every sequence its own root.
@@ -76,11 +82,11 @@ class PrefixTree:
         Raises:
             PlanError: a sequence is not a 1-D run of integers that fit in 64 bits.
         """
-        return cls(lexicographic_order(sequences), shared=share)
+        return cls(lexicographic_order(sequences), share, units)
 
     def unshared(self) -> PrefixTree:
         """Return the forest in which every sequence has a root of its own, duplicates too (dense execution)."""
-        return PrefixTree(self.sorted, shared=False)
+        return PrefixTree(self.sorted, False, self.units)
 
     def of(self, sequences: Sequence[int]) -> PrefixTree:
         """Return the tree of some of the sequences. The numbers of sequences stay: the others are empty in it."""
@@ -91,7 +97,23 @@ class PrefixTree:
         order = np.concatenate([others, self.order[positions]])
         common = np.concatenate([np.zeros(len(others), np.int64), common_of_some(self.common, positions)])
         lengths, forks = np.where(chosen, self.lengths, 0), np.zeros((len(order), 2), np.int64)
-        return PrefixTree(LexicographicOrder(lengths, order, common, forks), self.shared)
+        return PrefixTree(LexicographicOrder(lengths, order, common, forks), self.shared, self.units)
+
+    def units_in(self, part: Slice) -> IntArray:
+        """Return `[n, 2]` depths of the units in a slice that cuts none."""
+        if self.units is None:
+            return np.zeros((0, 2), np.int64)
+        units = self.units[part.sequence]
+        return units[slice(*np.searchsorted(units[:, 0], (part.start, part.stop)))]
+
+    def unit_at(self, sequence: int, depth: int) -> tuple[int, int]:
+        """Return the depths between which a sequence may not be cut around `depth`, twice `depth` if it may."""
+        if self.units is None:
+            return depth, depth
+        units = self.units[sequence]
+        number = int(np.searchsorted(units[:, 0], depth)) - 1
+        first, last = units[number].tolist() if number >= 0 else (depth, depth)
+        return (first, last) if depth < last else (depth, depth)
 
     def rows_in(self, whole: PrefixTree) -> IntArray:
         """Return `[R]` the row in `whole` of every row of this tree of some of its sequences."""

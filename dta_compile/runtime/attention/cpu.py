@@ -108,12 +108,13 @@ def _states(x: Operands) -> States:
 
 def _keys(x: Operands) -> Keys:
     """Return the C++ kernel's description of which keys are read; made once per shape."""
-    limit = x.chunk.cut_by(x.limit)
-    derived = x.chunk.derived
-    if (Keys, limit) not in derived:
-        ends, depths = (torch.from_numpy(array.astype(np.int32)) for array in (x.chunk.subtree_ends, x.chunk.depths))
-        derived[Keys, limit] = Keys(ends, depths, *(limit or ()))
-    keys: Keys = derived[Keys, limit]
+    chunk, limit = x.chunk, x.chunk.cut_by(x.limit)
+    if (Keys, limit, x.units) not in chunk.derived:
+        begins = chunk.begins if x.units else np.arange(chunk.tokens)
+        arrays = begins, chunk.subtree_ends, chunk.depths
+        begin, end, depth = (torch.from_numpy(array.astype(np.int32)) for array in arrays)
+        chunk.derived[Keys, limit, x.units] = Keys(begin, end, depth, *(limit or ()))
+    keys: Keys = chunk.derived[Keys, limit, x.units]
     return keys
 
 
@@ -122,7 +123,7 @@ def _parts(x: Operands, *of_queries: torch.Tensor) -> list[Part]:
 
     Torch's kernel multiplies masked pairs by zero, and 0 * NaN is NaN.
     """
-    parts, limit, start = parts_of(x.chunk, x.limit, x.query.dtype), x.chunk.cut_by(x.limit), x.chunk.start
+    parts, limit, start = parts_of(x.chunk, x.limit, x.units, x.query.dtype), x.chunk.cut_by(x.limit), x.chunk.start
     lowest = start if limit is None else max(int(limit.first(np.array(start))), 0)  # first stack token under a mask
     above = [] if lowest == start else [x.prefix_key[:, :, lowest:], x.prefix_value[:, :, lowest:]]
     if are_bounded(*of_queries, x.key, x.value, *above):

@@ -7,7 +7,8 @@ A call is full, causal or masked. The parts of a chunk are
   causal kernel computes blocks of up to 512 keys whole; very long slices, for which its query blocks are larger, are
   one call;
 * descendants of a slice against the slice: full, or masked where neighbours that hang from different tokens are joined.
-With an attention span (window or chunks), every call is masked, over the keys that its queries reach.
+With an attention span (window or chunks), every call is masked, over the keys that its queries reach. So is every call
+but that of the stack where tokens of a unit read each other.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Part(NamedTuple):
         mask: `[queries, keys]`, added to the scores.
         fresh: first part of its queries; later parts are merged into its result.
         fresh_keys: first part of its keys: it writes their gradients, later parts add to them. All keys of a chunk
-            have such a part, or, under a limit, none has.
+            have such a part, or, under a limit or with units, none has.
         plain: computed by plain math, so that keys that are not read cannot spread NaN.
     """
 
@@ -62,12 +63,13 @@ class Part(NamedTuple):
         return self.mask is None and not self.causal
 
 
-def parts_of(chunk: ChunkShape, limit: Limit | None, dtype: torch.dtype) -> list[Part]:
+def parts_of(chunk: ChunkShape, limit: Limit | None, units: bool, dtype: torch.dtype) -> list[Part]:
     """Return the parts of a chunk, the fresh ones first; made once per shape."""
-    limit = chunk.cut_by(limit)
-    derived, key = chunk.derived, (Part, limit, dtype)
+    limit, units = chunk.cut_by(limit), units and bool(chunk.units)
+    derived, key = chunk.derived, (Part, limit, units, dtype)
     if key not in derived:
-        derived[key] = list(_parts(chunk, dtype) if limit is None else _limited(chunk, limit, dtype))
+        is_plain = limit is None and not units
+        derived[key] = list(_parts(chunk, dtype) if is_plain else _limited(chunk, limit, units, dtype))
     parts: list[Part] = derived[key]
     return parts
 
@@ -163,19 +165,23 @@ def _masked(chunk: ChunkShape, queries: range, keys: range, dtype: torch.dtype, 
     return Part(queries.start, queries.stop, (span,), mask=mask, fresh=fresh, fresh_keys=fresh)
 
 
-def _limited(chunk: ChunkShape, limit: Limit, dtype: torch.dtype) -> Iterator[Part]:
-    """Yield a part per piece of the queries, with all keys that any of them reaches on the stack and in the chunk."""
+def _limited(chunk: ChunkShape, limit: Limit | None, units: bool, dtype: torch.dtype) -> Iterator[Part]:
+    """Yield a part per piece of the queries, with all keys that any of them reaches in the chunk and, if there is a
+    limit, on the stack; without one, a part for all of the stack."""
     for first in range(0, chunk.tokens, _PIECE):
         last = min(first + _PIECE, chunk.tokens)
-        begins = limit.first(chunk.depths[first:last])
+        begins = np.full(last - first, chunk.start) if limit is None else limit.first(chunk.depths[first:last])
         reach = min(max(int(begins.min()), 0), chunk.start)
         prefix = np.arange(reach, chunk.start) >= begins[:, None]
-        own = chunk.allowed(range(first, last), range(last), limit)
+        own_keys = int(np.searchsorted(chunk.begins, last)) if units else last
+        own = chunk.allowed(range(first, last), range(own_keys), limit, units)
         needed = np.flatnonzero(np.diff(own.any(0), prepend=False, append=False)).reshape(-1, 2).tolist()
         spans = [(reach, chunk.start)] if reach < chunk.start else []
         spans += [(chunk.start + begin, chunk.start + end) for begin, end in needed]
         allowed = np.concatenate([prefix, *(own[:, begin:end] for begin, end in needed)], 1)
         yield Part(first, last, tuple(spans), mask=_additive(allowed, dtype), fresh=True)
+    if limit is None and chunk.start:
+        yield Part(0, chunk.tokens, ((0, chunk.start),))
 
 
 def _additive(allowed: npt.NDArray[np.bool_], dtype: torch.dtype) -> torch.Tensor:

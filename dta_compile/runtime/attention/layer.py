@@ -24,11 +24,13 @@ class AttentionRuntime:
 
     Attributes:
         limit: attention span; None: a token attends to all above it.
+        units: whether a token also attends to later ones of its unit.
         has_choice: whether the last operand is a choice of keys.
     """
 
     provider: Provider
     limit: Limit | None = None
+    units: bool = False
     has_choice: bool = False
 
     @property
@@ -39,7 +41,7 @@ class AttentionRuntime:
     @property
     def key(self) -> Hashable:
         """Key of CUDA graphs: the attention span."""
-        return self.limit
+        return self.limit, self.units
 
     def forward(self, x: LayerInputs) -> Tensors:
         """Return output `[1, Hq, c, Dv]`, laid out as by `by_tokens`, and log-sum-exp `[1, Hq, c]`, sinks included."""
@@ -70,9 +72,8 @@ class AttentionRuntime:
     def _operands(self, x: LayerInputs) -> Operands:
         (query, key, value), (prefix_key, prefix_value), (scale, softcap) = x.operands[:3], x.above, x.constants
         choice = x.operands[-1] if self.has_choice else None
-        return Operands(
-            query, key, value, prefix_key, prefix_value, x.chunk, x.table, scale, self.limit, softcap, choice
-        )
+        limits = self.limit, softcap, self.units, choice
+        return Operands(query, key, value, prefix_key, prefix_value, x.chunk, x.table, scale, *limits)
 
 
 def provider_of(layer: AttentionLayer, device: torch.device, choice: str) -> Provider:

@@ -61,7 +61,7 @@ class Reference:
     def _blocks(self, x: Operands) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield queries, and which keys each of them reads, bool `[queries, p + c]`."""
         every = slice(0, x.query.shape[2])
-        yield every, keys_above(x.table(), x.prefix_key.shape[2], x.limit, every)
+        yield every, keys_above(x.table(), x.prefix_key.shape[2], x.limit, every, x.units)
 
     def _scores(
         self, x: Operands, query: torch.Tensor, key: torch.Tensor, read: torch.Tensor
@@ -77,13 +77,16 @@ class Reference:
         return repeat_heads(both, self._groups(x)).to(torch.promote_types(x.query.dtype, torch.float32))
 
 
-def keys_above(table: ChunkTable, prefix: int, limit: Limit | None, queries: slice) -> torch.Tensor:
-    """Return which of the `p + c` keys some queries may read, bool `[queries, p + c]`: those above in the tree."""
+def keys_above(
+    table: ChunkTable, prefix: int, limit: Limit | None, queries: slice, units: bool = False
+) -> torch.Tensor:
+    """Return which of the `p + c` keys some queries may read, bool `[queries, p + c]`: those above in the tree, and
+    with `units` those of their unit."""
     number = torch.arange(table.tokens, device=table.numbers.device)
     above = torch.arange(prefix, device=number.device)
     own_number, depths = number[queries, None], table.depths[queries, None]
     in_prefix = (above < table.start).expand(len(own_number), -1)
-    own = (number <= own_number) & (own_number < table.ends)
+    own = ((table.begins if units else number) <= own_number) & (own_number < table.ends)
     if limit is not None:
         first = limit.first(depths)
         in_prefix, own = in_prefix & (above >= first), own & (table.depths >= first)

@@ -130,6 +130,7 @@ def _constants(x: Operands, blocks: Blocks) -> dict[str, Any]:
         "KEY_WIDTH": _padded(x.query.shape[-1]),
         "VALUE_WIDTH": _padded(x.value.shape[-1]),
         "LIMITED": x.limit is not None,
+        "UNITS": x.units,
         "CHUNKED": x.limit is not None and x.limit.by_chunks,
         "CAPPED": x.softcap > 0,
         # Tensor cores round float32 to 10 bits unless told otherwise.

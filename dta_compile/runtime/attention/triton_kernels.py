@@ -2,8 +2,9 @@
 # ruff: noqa: ANN001, ANN201, ANN202  (arguments of kernels are pointers, numbers and constants, which have no types)
 """Triton kernels of `attention.triton`: forward, and the gradients of queries, of own keys and of the stack's keys.
 
-Token i of the chunk reads the first `start` tokens of the stack, and the chunk's token j if `j <= i < ends[j]`; with a
-limit, none above `_first_key`, see `Limit`. `table` holds start, ends, depths and lists of blocks, see `ChunkTable`.
+Token i of the chunk reads the first `start` tokens of the stack, and the chunk's token j if `j <= i < ends[j]`, with
+units if `begins[j] <= i < ends[j]`; with a limit, none above `_first_key`, see `Limit`. `table` holds start, ends,
+depths, begins and lists of blocks, see `ChunkTable`.
 Blocks that every query reads whole, most of the work, run without masks, which cost more than the arithmetic around
 them. The softmax is computed in base 2; stored log-sum-exps are natural.
 
@@ -67,8 +68,8 @@ def _listed(table, tokens, block, QUERIES: tl.constexpr, KEYS: tl.constexpr, LIM
     """Return the list of key blocks that a block of queries reads: its address, the number of blocks of KEYS that are
     read whole (0 under a limit, which may cut off any), and the number of all that are read."""
     row = block * QUERIES // LIST_ROWS
-    counts = table + 1 + 2 * tokens + 2 * row
-    lists = table + 1 + 2 * tokens + 2 * tl.cdiv(tokens, LIST_ROWS)
+    counts = table + 1 + 3 * tokens + 2 * row
+    lists = table + 1 + 3 * tokens + 2 * tl.cdiv(tokens, LIST_ROWS)
     each = LIST_COLUMNS // KEYS
     whole = 0 if LIMITED else tl.load(counts) * each
     return lists + row * tl.cdiv(tokens, LIST_COLUMNS), whole, tl.load(counts + 1) * each
@@ -82,10 +83,13 @@ def _listed_columns(listed, number, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _reads(table, tokens, rows, columns, inside, first_key, LIMITED: tl.constexpr):
+def _reads(table, tokens, rows, columns, inside, first_key, LIMITED: tl.constexpr, UNITS: tl.constexpr):
     """Return the mask `[rows, columns]` over the chunk's own tokens."""
     ends = tl.load(table + 1 + columns, mask=inside, other=0)
-    allowed = (columns[None, :] <= rows[:, None]) & (rows[:, None] < ends[None, :])
+    begins = columns
+    if UNITS:
+        begins = tl.load(table + 1 + 2 * tokens + columns, mask=inside, other=0)
+    allowed = (begins[None, :] <= rows[:, None]) & (rows[:, None] < ends[None, :])
     if LIMITED:
         above = tl.load(table + 1 + tokens + columns, mask=inside, other=0)
         allowed = allowed & (above[None, :] >= first_key[:, None])
@@ -167,8 +171,8 @@ def forward_kernel(
     q_head, q_row, k_head, k_row, v_head, v_row, pk_head, pk_row, pv_head, pv_row, o_head, o_row,
     splits, tokens, scale, limit, softcap,
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, CHUNKED: tl.constexpr,
-    CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, UNITS: tl.constexpr,
+    CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Compute output and log-sum-exp of a block of queries over one of `splits` parts of the stack; the last part
     includes the chunk's own keys."""
@@ -216,7 +220,7 @@ def forward_kernel(
             inside = columns < tokens
             k = _rows(key, k_head, k_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
             v = _rows(value, v_head, v_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
-            allowed = _reads(table, tokens, rows, columns, inside, first_key, LIMITED)
+            allowed = _reads(table, tokens, rows, columns, inside, first_key, LIMITED, UNITS)
             top, total, acc = _attend(q, k, v, allowed, scale, softcap, top, total, acc, CAPPED, PRECISION)
 
     if _has_others(acc, exists):
@@ -237,7 +241,7 @@ def forward_kernel(
                 columns = number + tl.arange(0, 1)
                 k = _rows(key, k_head, k_row, kv_head, columns, None, KEY_DIM, KEY_WIDTH)
                 v = _rows(value, v_head, v_row, kv_head, columns, None, VALUE_DIM, VALUE_WIDTH)
-                allowed = _reads(table, tokens, rows, columns, columns < tokens, first_key, LIMITED)
+                allowed = _reads(table, tokens, rows, columns, columns < tokens, first_key, LIMITED, UNITS)
                 top, total, acc = _attend(q, k, v, allowed, scale, softcap, top, total, acc, CAPPED, PRECISION)
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -283,8 +287,8 @@ def queries_kernel(
     gq_head, gq_row,
     tokens, scale, limit, softcap,
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, CHUNKED: tl.constexpr,
-    CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, UNITS: tl.constexpr,
+    CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of a block of queries, and the `delta` that the other kernels read."""
     block, head = tl.program_id(0), tl.program_id(1)
@@ -331,7 +335,7 @@ def queries_kernel(
         inside = columns < tokens
         k = _rows(key, k_head, k_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
         v = _rows(value, v_head, v_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
-        allowed = _reads(table, tokens, rows, columns, inside, first_key, LIMITED)
+        allowed = _reads(table, tokens, rows, columns, inside, first_key, LIMITED, UNITS)
         acc = _add_to_queries(acc, q, do, k, v, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
 
     if _has_others(acc, exists):
@@ -348,7 +352,7 @@ def queries_kernel(
             columns = number + tl.arange(0, 1)
             k = _rows(key, k_head, k_row, kv_head, columns, None, KEY_DIM, KEY_WIDTH)
             v = _rows(value, v_head, v_row, kv_head, columns, None, VALUE_DIM, VALUE_WIDTH)
-            allowed = _reads(table, tokens, rows, columns, columns < tokens, first_key, LIMITED)
+            allowed = _reads(table, tokens, rows, columns, columns < tokens, first_key, LIMITED, UNITS)
             acc = _add_to_queries(acc, q, do, k, v, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
     _store(grad_query, gq_head, gq_row, head, rows, exists, acc * scale, KEY_DIM, KEY_WIDTH)
 
@@ -358,7 +362,7 @@ def _add_to_keys(
     key_acc, value_acc, k, v, query, grad, logsumexp, delta, table, columns, first, last,
     q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    OWN: tl.constexpr, MASKED: tl.constexpr, LIMITED: tl.constexpr, CHUNKED: tl.constexpr,
+    OWN: tl.constexpr, MASKED: tl.constexpr, LIMITED: tl.constexpr, UNITS: tl.constexpr, CHUNKED: tl.constexpr,
     CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Add contributions of queries from `first` to `last` to the gradients of keys, divided by `scale`, and of values.
@@ -385,7 +389,7 @@ def _add_to_keys(
             if LIMITED:
                 first_key = _first_key(tl.load(table + 1 + tokens + rows, mask=exists, other=0), limit, CHUNKED)
             if OWN:
-                allowed = tl.trans(_reads(table, tokens, rows, columns, columns < tokens, first_key, LIMITED))
+                allowed = tl.trans(_reads(table, tokens, rows, columns, columns < tokens, first_key, LIMITED, UNITS))
             else:
                 allowed = columns[:, None] >= first_key[None, :]
         scores = _products(k, q, PRECISION)
@@ -405,8 +409,8 @@ def own_keys_kernel(
     gk_head, gk_row, gv_head, gv_row,
     tokens, scale, limit, softcap,
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, CHUNKED: tl.constexpr,
-    CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, UNITS: tl.constexpr,
+    CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of a block of the chunk's own keys and values."""
     block, kv_head = tl.program_id(0), tl.program_id(1)
@@ -417,8 +421,11 @@ def own_keys_kernel(
     v = _rows(value, v_head, v_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
     key_acc = tl.zeros([KEYS, KEY_WIDTH], tl.float32)
     value_acc = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
-    # Before `below` a key may come after a query; from `whole` on a key may have no descendants left.
+    # From `first` on a key is read; before `below` it may come after a query; from `whole` on a key may have no
+    # descendants left.
     first, last = block * KEYS // QUERIES * QUERIES, tl.max(ends, 0)
+    if UNITS:
+        first = tl.load(table + 1 + 2 * tokens + block * KEYS) // QUERIES * QUERIES
     below = tl.minimum(tl.cdiv(block * KEYS + KEYS, QUERIES) * QUERIES, last)
     whole = below
     if not LIMITED:
@@ -429,14 +436,14 @@ def own_keys_kernel(
             key_acc, value_acc = _add_to_keys(
                 key_acc, value_acc, k, v, query, grad, logsumexp, delta, table, columns, below, whole,
                 q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap, KEY_DIM, VALUE_DIM,
-                KEY_WIDTH, VALUE_WIDTH, True, False, LIMITED, CHUNKED, CAPPED, PRECISION, QUERIES,
+                KEY_WIDTH, VALUE_WIDTH, True, False, LIMITED, UNITS, CHUNKED, CAPPED, PRECISION, QUERIES,
             )  # fmt: skip
         for part in range(2):
             key_acc, value_acc = _add_to_keys(
                 key_acc, value_acc, k, v, query, grad, logsumexp, delta, table, columns,
                 first if part == 0 else whole, below if part == 0 else last,
                 q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap, KEY_DIM, VALUE_DIM,
-                KEY_WIDTH, VALUE_WIDTH, True, True, LIMITED, CHUNKED, CAPPED, PRECISION, QUERIES,
+                KEY_WIDTH, VALUE_WIDTH, True, True, LIMITED, UNITS, CHUNKED, CAPPED, PRECISION, QUERIES,
             )  # fmt: skip
     if _has_others(key_acc, inside) or _has_others(value_acc, inside):
         key_acc = tl.zeros([KEYS, KEY_WIDTH], tl.float32)
@@ -446,7 +453,7 @@ def own_keys_kernel(
             key_acc, value_acc = _add_to_keys(
                 key_acc, value_acc, k, v, query, grad, logsumexp, delta, table, columns, first, last,
                 q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap, KEY_DIM, VALUE_DIM,
-                KEY_WIDTH, VALUE_WIDTH, True, True, LIMITED, CHUNKED, CAPPED, PRECISION, 1,
+                KEY_WIDTH, VALUE_WIDTH, True, True, LIMITED, UNITS, CHUNKED, CAPPED, PRECISION, 1,
             )  # fmt: skip
     _store(grad_key, gk_head, gk_row, kv_head, columns, inside, key_acc * scale, KEY_DIM, KEY_WIDTH)
     _store(grad_value, gv_head, gv_row, kv_head, columns, inside, value_acc, VALUE_DIM, VALUE_WIDTH)
@@ -459,8 +466,8 @@ def stack_keys_kernel(
     gk_head, gk_row, gv_head, gv_row,
     tokens, scale, limit, softcap,
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, CHUNKED: tl.constexpr,
-    CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, UNITS: tl.constexpr,
+    CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients of a block of the stack's keys and values to its gradient buffers."""
     block, kv_head = tl.program_id(0), tl.program_id(1)
@@ -478,7 +485,7 @@ def stack_keys_kernel(
         key_acc, value_acc = _add_to_keys(
             key_acc, value_acc, k, v, query, grad, logsumexp, delta, table, columns, 0, tokens,
             q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap, KEY_DIM, VALUE_DIM,
-            KEY_WIDTH, VALUE_WIDTH, False, True, LIMITED, CHUNKED, CAPPED, PRECISION, QUERIES,
+            KEY_WIDTH, VALUE_WIDTH, False, True, LIMITED, UNITS, CHUNKED, CAPPED, PRECISION, QUERIES,
         )  # fmt: skip
     if LIMITED:  # noqa: SIM102 (static); else every query reads the whole stack
         if _has_others(key_acc, inside) or _has_others(value_acc, inside):
@@ -491,7 +498,7 @@ def stack_keys_kernel(
                 key_acc, value_acc = _add_to_keys(
                     key_acc, value_acc, k, v, query, grad, logsumexp, delta, table, columns, 0, tokens,
                     q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap, KEY_DIM, VALUE_DIM,
-                    KEY_WIDTH, VALUE_WIDTH, False, True, LIMITED, CHUNKED, CAPPED, PRECISION, 1,
+                    KEY_WIDTH, VALUE_WIDTH, False, True, LIMITED, UNITS, CHUNKED, CAPPED, PRECISION, 1,
                 )  # fmt: skip
     _add(grad_key, gk_head, gk_row, kv_head, columns, inside, key_acc * scale, KEY_DIM, KEY_WIDTH)
     _add(grad_value, gv_head, gv_row, kv_head, columns, inside, value_acc, VALUE_DIM, VALUE_WIDTH)

@@ -349,7 +349,11 @@ class Executor:
         size, heads_size = (self.lease.size(count) if self.lease else count for count in (real, heads_real))
         if size > real:  # padding is one more branch that hangs from the stack
             parts = [*parts, Segment(real, size, size, chunk.start, -1)]
-        shape = ChunkShape.of(chunk.start, chunk.spine.tokens if chunk.spine is not None else 0, parts)
+        units, first = [], 0
+        for part in chunk.slices:
+            units += [(a + first - part.start, b + first - part.start) for a, b in tree.units_in(part).tolist()]
+            first += part.tokens
+        shape = ChunkShape.of(chunk.start, chunk.spine.tokens if chunk.spine is not None else 0, parts, units)
         pairs = sum(attention_pairs(part) for part in chunk.slices)
         return BatchChunk(
             shape,

@@ -19,6 +19,7 @@ import torch
 from dta_compile.errors import RuntimeContractError
 from dta_compile.executable.layers import AttentionLayer, MixerLayer, RecurrentLayer
 from dta_compile.executable.masks import MaskProgram
+from dta_compile.ops.chosen_keys import CHOICE_MIXER
 from dta_compile.proofs.mask_class import BOUND, FORBIDDEN, LONGEST_ROW, MaskClass
 from dta_compile.proofs.pairs import Pairs, UnlikePair, read_pairs, sequences_of
 from dta_compile.proofs.tables import Facts, Table, read_table
@@ -39,12 +40,15 @@ class ReadMasks:
         starts: `[B, S]` real tokens that begin a sequence, where rows are packed; None: the real tokens of a row are
             one sequence.
         fillers: by attention layer, the largest finite number that its mask hides keys by; -inf without one.
+        joined: `[B, S]` real tokens that read, and are read by, the real token before them: those of a block but its
+            first. None: no layer has blocks.
         classes: mask class by attention layer. A mixer without a mask takes all tokens of a row for real and for one
             sequence, except recurrences, which then follow the masks of other layers.
     """
 
     valid: Booleans
     starts: Booleans | None
+    joined: Booleans | None
     classes: list[MaskClass]
     fillers: list[float]
 
@@ -98,21 +102,25 @@ def read_masks(
     fillers = {mask_class: reader.check(mask_class) for mask_class in distinct}
     on_host: Booleans = valid.contiguous().cpu().numpy()
     starts: Booleans | None = None
-    if any(mask_class.segments or mask_class.positions or mask_class.chunk for mask_class in distinct):
+    joined: Booleans | None = None
+    with_blocks = [mask_class for mask_class in distinct if mask_class.block is not None]
+    if with_blocks or any(mask_class.segments or mask_class.positions or mask_class.chunk for mask_class in distinct):
         rows = _Sequences.rows_of(valid)
         sequences = reader.sequences_of(distinct, rows)
         for mask_class in distinct:
             reader.check_sequences(mask_class, sequences)
         if not torch.equal(sequences.begins, rows.begins):
-            starts = np.zeros_like(on_host)
-            starts.reshape(-1)[sequences.places.cpu().numpy()] = sequences.begins.cpu().numpy()
+            starts = sequences.on_batch(sequences.begins, on_host)
+        if with_blocks:
+            reader.refuse_choices()
+            joined = sequences.on_batch(reader.joined_of(with_blocks, sequences), on_host)
     if any(mask_class.window for mask_class in distinct):
         _require_contiguous(on_host, starts, "a sliding window counts padding")
     if reader.recurrent:
         _require_contiguous(on_host, starts, "a recurrence runs over it")
         reader.require_silence(valid)
     spans = [classes[layer.mask] for layer in layers if isinstance(layer, AttentionLayer)]
-    return ReadMasks(on_host, starts, spans, [fillers[mask_class] for mask_class in spans])
+    return ReadMasks(on_host, starts, joined, spans, [fillers[mask_class] for mask_class in spans])
 
 
 def number_of_call(
@@ -156,6 +164,12 @@ class _Sequences:
         """Return row and column of a token."""
         row, column = divmod(int(self.places[number]), self.width)
         return row, column
+
+    def on_batch(self, values: torch.Tensor, like: Booleans) -> Booleans:
+        """Return bool `[B, S]` from `[P]`, False at padding."""
+        out = np.zeros_like(like)
+        out.reshape(-1)[self.places.cpu().numpy()] = values.cpu().numpy()
+        return out
 
     def first(self, wrong: torch.Tensor) -> int | None:
         """Return the index of the first True of `[P]`, or None."""
@@ -315,6 +329,63 @@ class _Reader:
                 hint="put all tokens of a sequence together",
             )
         return begins
+
+    def refuse_choices(self) -> None:
+        """Raise if a layer chooses its keys, which is done in causal order."""
+        for layer in self.layers:
+            if layer.mixer is CHOICE_MIXER:
+                raise RuntimeContractError(
+                    "tokens attend to later ones of their block in a model that chooses keys",
+                    where=layer.where,
+                    expected="causal masks, or no choice of keys",
+                    hint="leave the blocks out",
+                )
+
+    def joined_of(self, classes: list[MaskClass], sequences: _Sequences) -> torch.Tensor:
+        """Return `[P]` tokens that are in the block of the real token before them; raise if masks disagree."""
+        first, *others = [self._joined_of(mask_class, sequences) for mask_class in classes]
+        for mask_class, other in zip(classes[1:], others, strict=True):
+            if (number := sequences.first(first != other)) is not None:
+                row, column = sequences.where(number)
+                raise RuntimeContractError(
+                    "attention layers have different blocks of tokens that attend to each other",
+                    expected=f"one for each {shown(classes[0].of_blocks[0])}, as another layer has it",
+                    got=f"one for each {shown(mask_class.of_blocks[0])}, which differs at row {row}, token {column}",
+                    hint="give all layers with blocks the same ones",
+                )
+        return first
+
+    def _joined_of(self, mask_class: MaskClass, sequences: _Sequences) -> torch.Tensor:
+        assert mask_class.block is not None
+        numbers, where = sequences.at(self.value(mask_class.block)), self._inputs(mask_class.block)
+        inside = torch.ones_like(sequences.begins)
+        if mask_class.in_block is not None:
+            inside = sequences.at(self.value(mask_class.in_block))
+        joined = ~sequences.begins
+        joined[1:] &= inside[1:] & inside[:-1] & (numbers[1:] == numbers[:-1])
+        begins = (inside & ~joined).nonzero()[:, 0]
+        pairs = torch.stack([sequences.begins.cumsum(0)[begins], numbers[begins].unique(return_inverse=True)[1]])
+        _, block, count = pairs.unique(dim=1, return_inverse=True, return_counts=True)
+        if bool((is_split := count[block] > 1).any()):
+            row, column = sequences.where(int(begins[is_split.nonzero()[-1, 0]]))
+            raise RuntimeContractError(
+                "tokens that attend to each other in both directions are in several pieces, with others in between",
+                where=where,
+                expected=f"the tokens of one {shown(mask_class.block)} next to each other",
+                got=f"row {row}, where one goes on at token {column}",
+                hint="number every run of such tokens differently",
+            )
+        sizes = torch.diff((~joined).nonzero()[:, 0], append=begins.new_tensor([len(joined)]))
+        longest = int(sizes.max()) if len(sizes) else 0
+        if mask_class.fits_window and mask_class.window is not None and longest > mask_class.window:
+            raise RuntimeContractError(
+                "more tokens attend to each other in both directions than fit into the sliding window",
+                where=where,
+                expected=f"at most {mask_class.window:,} tokens in a block",
+                got=f"{longest:,}",
+                hint="make the window as long as the longest block",
+            )
+        return joined
 
     def check_sequences(self, mask_class: MaskClass, sequences: _Sequences) -> None:
         """Raise unless positions count the tokens of each sequence as the proof assumes."""

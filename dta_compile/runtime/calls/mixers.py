@@ -29,6 +29,7 @@ class LayerContext:
     Attributes:
         attention: name of the provider, see `Options`.
         limits: by attention layer, how far up a token reads in this call; see `ReadMasks.limits`.
+        units: attention layers whose tokens also read later ones of their block.
         tokens: tokens of a row of the batch.
         from_first: whether every sequence begins at the first token of a row.
         providers: attention providers made so far, shared by layers with equal states and soft cap.
@@ -37,6 +38,7 @@ class LayerContext:
     device: torch.device
     attention: str
     limits: Mapping[int, Limit | None]
+    units: frozenset[int]
     tokens: int
     from_first: bool
     providers: dict[Any, Provider] = dataclasses.field(default_factory=dict)
@@ -47,7 +49,7 @@ def _attention(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
     key = layer.states, layer.softcap
     if key not in context.providers:
         context.providers[key] = provider_of(layer, context.device, context.attention)
-    return AttentionRuntime(context.providers[key], context.limits[layer.index])
+    return AttentionRuntime(context.providers[key], context.limits[layer.index], layer.index in context.units)
 
 
 def _over_chosen(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
@@ -79,5 +81,7 @@ def runtimes_of(executable: Executable, masks: ReadMasks, device: torch.device, 
         OptionError: the chosen attention provider cannot run here.
     """
     limits = {layer.index: limit for layer, limit in zip(executable.attention, masks.limits, strict=True)}
-    context = LayerContext(device, attention, limits, masks.valid.shape[1], masks.from_first)
+    layers = zip(executable.attention, masks.classes, strict=True)
+    units = frozenset(layer.index for layer, mask_class in layers if mask_class.block is not None)
+    context = LayerContext(device, attention, limits, units, masks.valid.shape[1], masks.from_first)
     return [RUNTIMES[layer.mixer.name](layer, context) for layer in executable.mixers]

@@ -291,8 +291,8 @@ def _read(call: Call, wanted: Sequence[bool]) -> _Read:
     trunk_keys = [call.codes(item) for item in keys]
     head_keys = [call.codes(item) for item in executable.head_keys]
     by_column = bool(wide) and not is_even
-    tokens = BatchTokens.read(masks.valid, masks.starts, trunk_keys, by_column)
-    tree = PrefixTree.build(tokens.keys)
+    tokens = BatchTokens.read(masks.valid, masks.starts, trunk_keys, by_column, masks.joined)
+    tree = PrefixTree.build(tokens.keys, units=tokens.units)
     rows = BatchRows.of(tokens, tree, head_keys, reads)
     return _Read(masks, tokens, rows, used, head_keys, _split(keys, trunk_keys, by_column, tokens, tree))
 
@@ -324,11 +324,11 @@ def _split(
 ) -> SplitPrefixes | None:
     """Find keys with several numbers per token (unlike ids and positions) that split prefixes.
 
-    None if there are no such keys, or if sequences must also agree on columns, where the cause is unknown.
+    None if there are no such keys, or if sequences must also agree on columns or blocks, where the cause is unknown.
     """
     names = [item.source for item in keys]
     suspects = [name for name, item in zip(names, keys, strict=True) if None in item.layout.dims]
-    if not suspects or by_column:
+    if not suspects or by_column or tokens.units is not None:
         return None
     flat = {name: code.reshape(-1)[tokens.places] for name, code in zip(names, codes, strict=True)}
     return SplitPrefixes.of(tree, flat, tokens.begins, suspects)

@@ -48,6 +48,7 @@ class ChunkShape:
         spine: number of its first tokens that go onto the stack (0: none).
         segments: its slices, see `dta_compile.plan.tree.segments`.
         rectangles: blocks of (queries, keys) between each slice and its descendants.
+        units: tokens `[first, last)` that read each other both ways, in layers that do so.
         derived: cache of what mixers derive from the shape, shared by all layers, forward and backward.
     """
 
@@ -55,12 +56,13 @@ class ChunkShape:
     spine: int
     segments: tuple[Segment, ...]
     rectangles: tuple[Rectangle, ...]
+    units: tuple[tuple[int, int], ...] = ()
     derived: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, start: int, spine: int, parts: Sequence[Segment]) -> ChunkShape:
+    def of(cls, start: int, spine: int, parts: Sequence[Segment], units: Sequence[tuple[int, int]] = ()) -> ChunkShape:
         """Return the shape of a chunk with the given slices."""
-        return cls(start, spine, tuple(parts), tuple(rectangles(parts)))
+        return cls(start, spine, tuple(parts), tuple(rectangles(parts)), tuple(units))
 
     @classmethod
     def run(cls, start: int, tokens: int) -> ChunkShape:
@@ -83,8 +85,17 @@ class ChunkShape:
         return np.concatenate([part.depth + np.arange(part.last - part.first) for part in self.segments])
 
     @functools.cached_property
+    def begins(self) -> npt.NDArray[np.int64]:
+        """`[tokens]` the first token that reads each token where units do: the first of its unit, else itself."""
+        begins = np.arange(self.tokens)
+        for first, last in self.units:
+            begins[first:last] = first
+        return begins
+
+    @functools.cached_property
     def subtree_ends(self) -> npt.NDArray[np.int64]:
-        """`[tokens]` one past the last token that reads each token: token i reads j if `j <= i < subtree_ends[j]`.
+        """`[tokens]` one past the last token that reads each token: token i reads j if `j <= i < subtree_ends[j]`; in
+        layers where units read each other, if `begins[j] <= i < subtree_ends[j]`.
 
         Holds because chunks are in depth-first order: subtrees that hang from deeper tokens of a slice come first.
         """
@@ -114,11 +125,12 @@ class ChunkShape:
         whole, read = self._blocks_read()
         lists = np.argsort(np.where(whole, 0, np.where(read, 1, 2)), axis=1, kind="stable")
         counts = np.stack([whole.sum(1), read.sum(1)], 1)
-        start = np.array([self.start])
-        return np.concatenate([start, self.subtree_ends, self.depths, counts.ravel(), lists.ravel()]).astype(np.int32)
+        start, of_tokens = np.array([self.start]), (self.subtree_ends, self.depths, self.begins)
+        return np.concatenate([start, *of_tokens, counts.ravel(), lists.ravel()]).astype(np.int32)
 
     def _blocks_read(self) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Return two masks `[query blocks, key blocks]`: blocks that are read whole, and blocks that are read at all.
+        """Return two masks `[query blocks, key blocks]`: blocks that are read whole, and blocks that are read at all,
+        the former in layers without units, the latter in layers with them.
 
         The readers of a token are contiguous, from the token to its end. So a block of keys is read by a block of
         queries if the first query lies before the largest end of the keys.
@@ -126,12 +138,15 @@ class ChunkShape:
         keys, queries = np.arange(0, self.tokens, LISTED_KEYS), np.arange(0, self.tokens, LISTED_QUERIES)
         ends = self.subtree_ends
         after, last = keys + LISTED_KEYS, np.minimum(queries + LISTED_QUERIES, self.tokens)
-        read = (keys < last[:, None]) & (np.maximum.reduceat(ends, keys) > queries[:, None])
+        read = (self.begins[keys] < last[:, None]) & (np.maximum.reduceat(ends, keys) > queries[:, None])
         whole = (after <= queries[:, None]) & (np.minimum.reduceat(ends, keys) >= last[:, None])
         return whole, read
 
-    def allowed(self, queries: range, keys: range, limit: Limit | None = None) -> npt.NDArray[np.bool_]:
-        """Return the mask `[queries, keys]` of chunk tokens: each reads its ancestors and itself, within `limit`."""
+    def allowed(
+        self, queries: range, keys: range, limit: Limit | None = None, units: bool = False
+    ) -> npt.NDArray[np.bool_]:
+        """Return the mask `[queries, keys]` of chunk tokens: each reads its ancestors and itself, within `limit`, and
+        with `units` all of its unit."""
         out = np.zeros((len(queries), len(keys)), np.bool_)
         number = bisect_right(self.segments, queries.start, key=lambda part: part.first) - 1
         while number < len(self.segments) and self.segments[number].first < queries.stop:
@@ -149,6 +164,9 @@ class ChunkShape:
                 read = above.first + child.depth - above.depth  # one past the token that `child` hangs from
                 rows[:, max(above.first - keys.start, 0) : max(read - keys.start, 0)] = True
                 child = above
+        for first, last in self.units if units else ():
+            below, after = max(first - queries.start, 0), max(last - queries.start, 0)
+            out[below:after, max(first - keys.start, 0) : max(last - keys.start, 0)] = True
         if limit is not None:
             begins = limit.first(self.depths[queries.start : queries.stop])
             out &= self.depths[keys.start : keys.stop] >= begins[:, None]
@@ -159,9 +177,10 @@ class ChunkTable(NamedTuple):
     """Shape of a chunk in device memory, so that recorded kernels can be replayed for another chunk.
 
     Attributes:
-        numbers: int32 `[size(tokens)]`: the chunk's start; `subtree_ends`; depths; for every block of 128 queries the
-            number of blocks of 64 keys that it reads whole, and of those that it reads at all; for every block of
-            queries the indices of all key blocks, first those read whole, then those read in part, then the others.
+        numbers: int32 `[size(tokens)]`: the chunk's start; `subtree_ends`; depths; begins; for every block of 128
+            queries the number of blocks of 64 keys that it reads whole, and of those that it reads at all; for every
+            block of queries the indices of all key blocks, first those read whole, then those read in part, then the
+            others.
         tokens: number of tokens of the chunk, padding included.
     """
 
@@ -172,7 +191,7 @@ class ChunkTable(NamedTuple):
     def size(tokens: int) -> int:
         """Return the length of `numbers` for a number of tokens."""
         queries, keys = -(-tokens // LISTED_QUERIES), -(-tokens // LISTED_KEYS)
-        return 1 + 2 * tokens + queries * (2 + keys)
+        return 1 + 3 * tokens + queries * (2 + keys)
 
     @property
     def start(self) -> torch.Tensor:
@@ -188,3 +207,8 @@ class ChunkTable(NamedTuple):
     def depths(self) -> torch.Tensor:
         """`[tokens]` depths."""
         return self.numbers[1 + self.tokens : 1 + 2 * self.tokens]
+
+    @property
+    def begins(self) -> torch.Tensor:
+        """`[tokens]` first readers of each token where units read each other."""
+        return self.numbers[1 + 2 * self.tokens : 1 + 3 * self.tokens]

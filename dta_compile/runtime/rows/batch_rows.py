@@ -34,6 +34,8 @@ class BatchTokens:
         begins: position of the first token of every sequence.
         keys: codes of the tokens of every sequence; two sequences share rows as long as their codes agree.
         alike: `[P]` position whose tree row each token takes; None: every token is in `keys`.
+        units: of every sequence `[n, 2]` depths of tokens that only come together, see `PrefixTree`; None: no layer has
+            such tokens.
     """
 
     valid: Booleans
@@ -42,10 +44,16 @@ class BatchTokens:
     begins: Integers
     keys: list[Integers]
     alike: Integers | None = None
+    units: list[Integers] | None = None
 
     @classmethod
     def read(
-        cls, valid: Booleans, starts: Booleans | None, trunk_keys: Sequence[Integers], by_column: bool
+        cls,
+        valid: Booleans,
+        starts: Booleans | None,
+        trunk_keys: Sequence[Integers],
+        by_column: bool,
+        joined: Booleans | None = None,
     ) -> BatchTokens:
         """Divide the tokens of a batch into sequences and combine their key codes.
 
@@ -54,6 +62,8 @@ class BatchTokens:
             starts: `[B, S]` real tokens that begin a sequence; None: one sequence per row.
             trunk_keys: `[B, S]` codes of each per-token input of the trunk.
             by_column: whether sequences share a token only in the same column.
+            joined: `[B, S]` tokens that read, and are read by, the one before: those of a block but its first. As each
+                depends on the whole block, its code tells that, so that sequences share whole blocks.
         """
         places = np.flatnonzero(valid)
         if starts is None:
@@ -68,8 +78,14 @@ class BatchTokens:
             first = np.repeat(rows * valid.shape[1] - begins, lengths)
             codes.append(places - np.arange(len(places)) - first)  # the column of each token, less its depth
         combined = combine(codes, len(places))
+        units: list[Integers] | None = None
+        if joined is not None and joined.any():
+            runs = _runs(_take(joined, places))
+            combined = _with_units(combined, runs)
+            bounds = np.searchsorted(runs[:, 0], np.append(begins, len(places)))
+            units = [runs[a:b] - begin for a, b, begin in zip(bounds, bounds[1:], begins, strict=False)]
         if starts is None:
-            return cls(valid, places, None, begins, np.split(combined, begins[1:]))
+            return cls(valid, places, None, begins, np.split(combined, begins[1:]), None, units)
         owners = _owners(begins, lengths, combined)
         is_owner = owners == np.arange(len(begins))
         segments = list(zip(rows[is_owner].tolist(), _rank_in_run(rows)[is_owner].tolist(), strict=True))
@@ -78,7 +94,8 @@ class BatchTokens:
             alike[begins[~is_owner]] = begins[owners[~is_owner]]
         stops = (begins + lengths)[is_owner]
         keys = [combined[begin:stop] for begin, stop in zip(begins[is_owner].tolist(), stops.tolist(), strict=True)]
-        return cls(valid, places, segments, begins[is_owner], keys, alike)
+        units = None if units is None else [units[number] for number in np.flatnonzero(is_owner)]
+        return cls(valid, places, segments, begins[is_owner], keys, alike, units)
 
     def of(self, sequences: Sequence[int]) -> BatchTokens:
         """Return the tokens of some of the sequences. The numbers of sequences stay: the others are empty."""
@@ -92,7 +109,7 @@ class BatchTokens:
         begins = np.where(chosen, number[self.begins], 0) if len(own) else self.begins
         keys = [key if is_chosen else key[:0] for key, is_chosen in zip(self.keys, chosen, strict=True)]
         alike = None if self.alike is None else number[self.alike[kept]]
-        return BatchTokens(valid, self.places[kept], self.segments, begins, keys, alike)
+        return BatchTokens(valid, self.places[kept], self.segments, begins, keys, alike, self.units)
 
     def row_of(self, sequence: int) -> int:
         """Return the row of the batch that holds a sequence."""
@@ -112,6 +129,22 @@ class BatchTokens:
         index = np.cumsum(own) - 1  # index of a token among the tokens of `keys`
         token_rows: Integers = rows[index[self.alike]]
         return token_rows
+
+
+def _runs(joined: Booleans) -> Integers:
+    """Return `[n, 2]` first and one past the last of each run of tokens that are joined with the one before."""
+    last = np.flatnonzero(np.diff(joined, append=False) & joined) + 1
+    first = np.flatnonzero(np.diff(joined, prepend=False) & joined) - 1
+    return np.stack([first, last], 1)
+
+
+def _with_units(codes: Integers, runs: Integers) -> Integers:
+    """Combine the code of each token of a run with one of the codes of all its tokens."""
+    numbers: dict[bytes, int] = {}
+    contents = np.zeros_like(codes)
+    for first, last in runs.tolist():
+        contents[first:last] = numbers.setdefault(codes[first:last].tobytes(), len(numbers) + 1)
+    return combine([codes, contents], len(codes))
 
 
 def _owners(begins: Integers, lengths: Integers, codes: Integers) -> Integers:

@@ -10,6 +10,7 @@ from dta_compile.options import CHOICES, Options
 from dta_compile.plan import Chunk, PrefixTree, Slice, chunk_tree
 from dta_compile.plan.tree.chunk_tree import pack
 from tests.support.execution import Tokens
+from tests.support.units import with_units
 
 CHUNK_SIZES = [1, 2, 3, 7, 12, 1000]
 
@@ -21,16 +22,19 @@ def packed(sequences, chunk_size, order="backward_dfs"):
 @settings(max_examples=300)
 @given(st.data())
 def test_chunks_partition_the_tree_and_continue_the_spine_of_their_parent(batches, data):
-    sequences, strategy = (
-        data.draw(batches),
-        data.draw(st.sampled_from(["packed", "packed", "dfs", "vanilla", "dense"])),
-    )
+    sequences, units = with_units(data.draw(batches), data.draw(st.sampled_from([1, 2, 1000, 1000])))
+    strategy = data.draw(st.sampled_from(["packed", "packed", "dfs", "vanilla", "dense"]))
     share, chunk_size = strategy != "dense", data.draw(st.sampled_from(CHUNK_SIZES))
     options = Options(strategy=strategy, chunk_size=chunk_size, order=data.draw(st.sampled_from(CHOICES["order"])))
-    chunks, tokens = chunk_tree(PrefixTree.build(sequences, share=share), options), Tokens(sequences, share)
+    chunks, tokens = chunk_tree(PrefixTree.build(sequences, share, units), options), Tokens(sequences, share)
     held = [[token for part in chunk.slices for token in tokens.of(part)] for chunk in chunks.chunks]
     assert Counter(token for inside in held for token in inside) == dict.fromkeys(tokens.above, 1)
-    assert max(map(len, held), default=0) <= chunk_size
+    longest = max((last - first for pairs in units for first, last in pairs.tolist()), default=1)
+    assert max(map(len, held), default=0) <= max(chunk_size, longest)
+    for chunk in chunks.chunks:
+        for part in chunk.slices:
+            pairs = units[part.sequence]
+            assert not any(first < depth < last for first, last in pairs.tolist() for depth in (part.start, part.stop))
     for position, (chunk, parent) in enumerate(zip(chunks.chunks, chunks.parent, strict=True)):
         path = tokens.paths[chunk.slices[0].sequence]
         if chunk.start:

@@ -65,7 +65,7 @@ def test_one_slice_of_any_length(tokens, start):
 def test_parts_are_the_pairs_of_the_tree_each_once(case, cuts):
     shape = case.shape
     with mock.patch.dict(vars(cpu_parts), cuts):
-        parts = cpu_parts.parts_of(shape, case.limit, torch.float32)
+        parts = cpu_parts.parts_of(shape, case.limit, case.units, torch.float32)
     found = torch.zeros(shape.tokens, shape.start + shape.tokens, dtype=torch.int)
     for part in parts:
         columns = list(itertools.chain.from_iterable(range(*span) for span in part.spans))
@@ -92,7 +92,7 @@ def test_branches_that_are_small_share_a_call_and_long_ones_do_not():
     def count(*sizes):
         ends = list(itertools.accumulate(sizes))
         parts = [Segment(end - size, end, end, 5, -1) for size, end in zip(sizes, ends, strict=True)]
-        found = cpu_parts.parts_of(ChunkShape.of(0, 0, parts), None, torch.float32)
+        found = cpu_parts.parts_of(ChunkShape.of(0, 0, parts), None, False, torch.float32)
         return [(part.first, part.last, part.causal) for part in found]
 
     assert count(8, 8, 8) == [(0, 24, False)]

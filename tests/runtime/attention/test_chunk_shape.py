@@ -16,10 +16,11 @@ from tests.support.attention import ancestry, cases, shapes
 @settings(max_examples=200, deadline=None)
 @given(case=cases(shapes()))
 def test_a_table_says_which_tokens_read_which(case):
-    """What kernels go by: token i reads token j if `j <= i < ends[j]`, and the first `start` of the stack."""
+    """What kernels go by: token i reads token j if `j <= i < ends[j]`, or, with units, if `begins[j] <= i < ends[j]`;
+    and the first `start` of the stack."""
     table, shape = case.shape.table(torch.device("cpu")), case.shape
     number = torch.arange(shape.tokens)
-    own = (number <= number[:, None]) & (number[:, None] < table.ends)
+    own = ((table.begins if case.units else number) <= number[:, None]) & (number[:, None] < table.ends)
     depths = torch.cat([torch.arange(shape.start), table.depths])
     allowed = torch.cat([torch.ones(shape.tokens, int(table.start), dtype=torch.bool), own], 1)
     if case.limit is not None:
@@ -32,16 +33,18 @@ def test_a_table_says_which_tokens_read_which(case):
 def test_a_table_lists_the_blocks_that_are_read(shape):
     """By blocks of 128 queries and 64 keys: first those that every query reads whole, then those that one reads."""
     table, tokens = shape.table(torch.device("cpu")), shape.tokens
-    numbers = table.numbers[1 + 2 * tokens :].tolist()
+    numbers = table.numbers[1 + 3 * tokens :].tolist()
     assert len(table.numbers) == ChunkTable.size(tokens)
     rows, columns = -(-tokens // LISTED_QUERIES), -(-tokens // LISTED_KEYS)
-    allowed = shape.allowed(range(tokens), range(tokens))
+    allowed, more = (shape.allowed(range(tokens), range(tokens), units=units) for units in (False, True))
     for row in range(rows):
         whole, read = numbers[2 * row : 2 * row + 2]
         listed = numbers[2 * rows + row * columns :][:columns]
         queries = allowed[row * LISTED_QUERIES :][:LISTED_QUERIES]
         blocks = [queries[:, column * LISTED_KEYS :][:, :LISTED_KEYS] for column in range(columns)]
-        assert sorted(listed[:read]) == [number for number, block in enumerate(blocks) if block.any()]
+        of_any = more[row * LISTED_QUERIES :][:LISTED_QUERIES].any(0)
+        is_read = [of_any[column * LISTED_KEYS :][:LISTED_KEYS].any() for column in range(columns)]
+        assert sorted(listed[:read]) == [number for number, block in enumerate(is_read) if block]
         above = row * LISTED_QUERIES // LISTED_KEYS
         assert sorted(listed[:whole]) == [number for number, block in enumerate(blocks[:above]) if block.all()]
         assert sorted(listed) == list(range(columns))
@@ -55,7 +58,7 @@ def test_a_chunk_that_is_not_in_depth_first_order_has_no_table():
 
 def test_a_shape_is_a_value():
     first, second = ChunkShape.run(3, 5), ChunkShape.run(3, 5)
-    cpu_parts.parts_of(first, None, torch.float32)
+    cpu_parts.parts_of(first, None, False, torch.float32)
     assert first == second
     assert hash(first) == hash(second)
     assert (first.tokens, first.height, first.spine) == (5, 8, 5)

@@ -154,6 +154,6 @@ def test_no_memory_is_an_error():
     chunk = Run(Case(ChunkShape.run(0, 6)), FlashCPU).operands()
     states = kernel.States(chunk.key, chunk.value, chunk.prefix_key, chunk.prefix_value)
     ends = torch.full((6,), 6, dtype=torch.int32)
-    keys = kernel.Keys(ends, torch.arange(6, dtype=torch.int32))
+    keys = kernel.Keys(torch.arange(6, dtype=torch.int32), ends, torch.arange(6, dtype=torch.int32))
     with mock.patch.object(torch, "get_num_threads", lambda: 2**40), pytest.raises(MemoryError, match="6 tokens"):
         kernel.forward(library(tiny=False), chunk.query, states, keys, 1.0)

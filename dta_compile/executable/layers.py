@@ -80,11 +80,14 @@ class RecurrentLayer(MixerLayer):
 class AttentionLayer(MixerLayer):
     """One attention call: `q [B, Hq, S, D]`, `k [B, Hkv, S, D]`, `v [B, Hkv, S, Dv]`; causal if it has no mask.
 
-    `softcap`: see `ops.attention.Masking`.
+    Attributes:
+        softcap: see `ops.attention.Masking`.
+        chooser: index of the layer that chose the keys it reads; None: it reads all that its mask allows.
     """
 
     mask: MaskProgram | None
     softcap: float = 0.0
+    chooser: int | None = None
 
     @property
     def leaves(self) -> frozenset[Leaf]:

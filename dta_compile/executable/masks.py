@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 import pathlib
 import textwrap
@@ -37,6 +38,7 @@ class MaskProgram:
             pairs of tokens come with their sizes.
         items: tensors that numbers are read from, by Dynamo's symbol of the number.
         fixed: tables that are the same for every call.
+        filler: largest finite number that hides keys that were not chosen; -inf if there is none.
     """
 
     constant: MaskClass | None
@@ -49,6 +51,7 @@ class MaskProgram:
     tables: Mapping[Leaf, tuple[sympy.Expr, ...]] = dataclasses.field(default_factory=dict)
     items: Mapping[sympy.Symbol, Leaf] = dataclasses.field(default_factory=dict)
     fixed: Mapping[Leaf, Table] = dataclasses.field(default_factory=dict)
+    filler: float = -math.inf
     _classes: dict[object, MaskClass] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __str__(self) -> str:
@@ -61,10 +64,14 @@ class MaskProgram:
         assert self.term is not None
         if facts.key not in self._classes:
             try:
-                self._classes[facts.key] = classify(self.term, self.sizes, facts)
+                self._classes[facts.key] = self.hiding_others(classify(self.term, self.sizes, facts))
             except Unproven as error:
                 raise self.refusal(error) from None
         return self._classes[facts.key]
+
+    def hiding_others(self, mask_class: MaskClass) -> MaskClass:
+        """Return a class of the mask with its filler for keys that were not chosen, if that is larger."""
+        return dataclasses.replace(mask_class, filler=max(mask_class.filler, self.filler))
 
     def refused(self, got: str) -> RefusalError:
         """Return the error for this mask; `got` says what is wrong with it."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dta_compile.ops.chosen_keys import MASKING, are_chosen
+from dta_compile.ops.chosen_keys import MASKING
 from dta_compile.ops.dense_attention import attend, attend_backward
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.library import LIBRARY
@@ -110,17 +110,9 @@ SINK_ATTENTION_CALL = SINK_ATTENTION_MIXER.call
 
 
 def _attend(mixer: Mixer, arguments: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, Masking]:
-    """Return query, key and value, the sinks, and the masking of a call, in which a choice is part of the mask."""
-    operands = dict(zip((one.name for one in mixer.operands), arguments, strict=False))
-    masking, choice = Masking(*arguments[len(mixer.operands) :]), operands.get("choice")
-    if choice is not None:
-        chosen = are_chosen(choice, choice.shape[2])
-        if masking.mask is None or masking.mask.dtype is torch.bool:
-            mask = chosen if masking.mask is None else masking.mask & chosen
-        else:
-            mask = masking.mask.masked_fill(~chosen, float("-inf"))
-        masking = masking._replace(mask=mask)
-    return arguments[:3], operands.get("sinks"), masking
+    """Return query, key and value, the sinks, and the masking of a call."""
+    operands = len(mixer.operands)
+    return arguments[:3], arguments[3] if operands > 3 else None, Masking(*arguments[operands:])
 
 
 LIBRARY.impl("dense_attention_backward", attend_backward, "CompositeExplicitAutograd")
@@ -186,7 +178,7 @@ def _implement(mixer: Mixer) -> None:
         pairs = zip(ctx.saved_tensors, ctx.numbers, strict=True)
         states, own_sinks, masking = _attend(mixer, tuple(n if tensor is None else tensor for tensor, n in pairs))
         grads = DENSE_ATTENTION_BACKWARD(grad, *states, own_sinks, *masking)
-        return (*grads[: 3 + len(sinks)], *without_gradient, *[None] * len(masking))
+        return (*grads[: 3 + len(sinks)], *[None] * len(masking))
 
     def backward_fake(layer: int, grad: torch.Tensor, *arguments: Any) -> Any:
         return (*map(empty_by_tokens, arguments[:3]), *(torch.empty_like(arguments[i]) for i in sinks))
@@ -204,9 +196,10 @@ def _implement(mixer: Mixer) -> None:
     call, chunk, backward = (
         operator._schema.name for operator in (mixer.call, mixer.chunk, mixer.backward) if operator is not None
     )
-    LIBRARY.impl(call, run_call, "CompositeExplicitAutograd")
     torch.library.register_fake(call, _call_fake, lib=LIBRARY)
-    torch.library.register_autograd(call, call_backward, setup_context=save_call, lib=LIBRARY)
+    if not without_gradient:  # the pass `mixers` makes calls over chosen keys, and none of these runs over a batch
+        LIBRARY.impl(call, run_call, "CompositeExplicitAutograd")
+        torch.library.register_autograd(call, call_backward, setup_context=save_call, lib=LIBRARY)
     torch.library.register_fake(chunk, _chunk_fake, lib=LIBRARY)
     torch.library.register_fake(backward, backward_fake, lib=LIBRARY)
     torch.library.register_autograd(chunk, chunk_backward, setup_context=save_chunk, lib=LIBRARY)

@@ -65,34 +65,6 @@ def are_chosen(choice: torch.Tensor, keys: int) -> torch.Tensor:
     return chosen.scatter_(-1, choice.masked_fill(choice == NONE, keys), True)[..., :keys]
 
 
-def _choose_call(
-    query: torch.Tensor,
-    weights: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    segments: torch.Tensor | None,
-    window: int,
-    scale: float,
-    softcap: float,
-    count: int,
-) -> torch.Tensor:
-    """Return the numbers of the keys chosen over a batch, `[B, 1, S, count]`."""
-    scores = index_scores(query, weights, key, scale)[:, None]
-    allowed = torch.ones_like(scores, dtype=torch.bool)
-    if is_causal:
-        allowed = allowed.tril()
-    if mask is not None:
-        allowed = allowed & (mask if mask.dtype is torch.bool else mask == 0)
-    scores = scores.masked_fill(~allowed, float("-inf"))
-    choice = scores.topk(min(count, scores.shape[-1])).indices
-    return padded_to(count, choice.masked_fill(~allowed.gather(-1, choice), NONE))
-
-
-LIBRARY.impl("choose_keys_call", _choose_call, "CompositeExplicitAutograd")
-LIBRARY.impl("chosen", lambda choice: are_chosen(choice, choice.shape[2]), "CompositeExplicitAutograd")
-
-
 def _choice_fake(query: torch.Tensor, count: int) -> torch.Tensor:
     return query.new_empty((query.shape[0], 1, query.shape[2], count), dtype=torch.int64)
 

@@ -93,15 +93,19 @@ def classify(term: Term, sizes: Mapping[str, sympy.Expr], facts: Facts) -> MaskC
     raise refused
 
 
-def forbids(term: Term, sizes: Mapping[str, sympy.Expr], facts: Facts) -> bool:
-    """Return whether a mask is proven to allow no pair, whatever its inputs are; arguments as of `classify`."""
+def forbidden_by(term: Term, sizes: Mapping[str, sympy.Expr], facts: Facts) -> float | None:
+    """Return the filler of a mask that is proven to allow no pair, whatever its inputs are; None if it is not.
+
+    Arguments as of `classify`.
+    """
     with Z3_LOCK:
         for float_role in ("binary", "bias"):
             logic = Logic(Terms(in_order(term)), sizes, facts, float_role, "")
             with contextlib.suppress(Unproven, Untranslatable, z3.Z3Exception):
-                if logic.proves(z3.Not(_Proof(term, logic).allowed)) and not any(logic.assumed.values()):
-                    return True
-    return False
+                proof = _Proof(term, logic)
+                if logic.proves(z3.Not(proof.allowed)) and not any(logic.assumed.values()):
+                    return proof.filler()
+    return None
 
 
 def _by_a_condition(term: Term, logic: Logic) -> MaskClass | None:
@@ -162,10 +166,10 @@ class _Proof:
             binary=tuple(self.logic.assumed["binary"]),
             bias=tuple(self.logic.assumed["bias"]),
             bounded=tuple(self.logic.assumed["bounded"]),
-            filler=self._filler(),
+            filler=self.filler(),
         )
 
-    def _filler(self) -> float:
+    def filler(self) -> float:
         """Return the largest finite number that hides keys, besides those of biases, which calls read."""
         if self.term.dtype is torch.bool:
             return -math.inf

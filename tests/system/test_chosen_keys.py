@@ -2,79 +2,184 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from dta_compile.errors import RefusalError, RuntimeContractError
+from dta_compile.ops.chosen_keys import NONE
+from dta_compile.runtime.attention import chosen_keys
 from tests.support.helpers import EXACT, assert_equal, make_batch, measure, random_loss, reference, rollouts
 
 V, WIDTH, HEADS, KEYS = 31, 16, 4, 4  # sequences have up to 17 tokens
+NEVER = float("-inf")
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler():
+def _fresh_compiler(monkeypatch):
     torch._dynamo.reset()
+    monkeypatch.setattr(chosen_keys, "MOST_PAIRS", 2 * HEADS * 17)  # blocks of a few queries
+
+
+def products(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return products [B, H, S, S] of queries [B, S, H, D] and keys [B, S, H or 1, D]."""
+    return query.transpose(1, 2) @ key.permute(0, 2, 3, 1)
+
+
+def deepseek(query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return (torch.einsum("bshd,btd->bsht", query, key[:, :, 0]).relu() * weights[..., None]).sum(2)
+
+
+def choose(scores: torch.Tensor, **how: bool | int) -> torch.Tensor:
+    return scores.topk(min(KEYS, scores.shape[-1]), **how).indices
+
+
+def choose_or_take_all(scores: torch.Tensor) -> torch.Tensor:
+    return scores.topk(scores.shape[-1] if scores.shape[-1] < KEYS else KEYS).indices
+
+
+def chosen(scores: torch.Tensor, dim: int = -1, **how: bool | int) -> torch.Tensor:
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(dim, choose(scores, **how), True)
+
+
+def hidden(scores: torch.Tensor) -> torch.Tensor:
+    return scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), NEVER)
+
+
+Scores = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+# Spellings of an index: queries [B, S, H, D], keys [B, S, 1, D] and weights [B, S, H] to scores [B, S, S] or
+# [B, 1, S, S].
+SCORES: dict[str, Scores] = {
+    "transformers": lambda q, k, w: (w.unsqueeze(2) @ (q @ k.permute(0, 2, 3, 1) * 8**-0.5).relu()).squeeze(2),
+    "deepseek": deepseek,
+    "keys by head": lambda q, k, w: (products(q, k * q).relu() * w.mT[..., None]).sum(1, keepdim=True),
+    "no weights": lambda q, k, w: products(q, k).relu().sum(1),
+    "one head": lambda q, k, w: (q[:, :, 0] @ k[:, :, 0].mT).relu() * w[..., :1],
+    # Other functions, which are refused:
+    "softmax": lambda q, k, w: (products(q, k).softmax(-1) * w.mT[..., None]).sum(1),
+    "relu of the sum": lambda q, k, w: deepseek(q, k, w).relu(),
+    "relu of the weighed": lambda q, k, w: (products(q, k).relu() * w.mT[..., None]).relu().sum(1),
+    "relu after the weights": lambda q, k, w: (products(q, k) * w.mT[..., None]).relu().sum(1),
+    "relu after one sum": lambda q, k, w: products(q, k).sum(1).relu() * w[..., :1],
+    "relu of the masked": lambda q, k, w: (hidden(products(q, k)).relu() * w.mT[..., None]).sum(1),
+    "weights of the masked": lambda q, k, w: (hidden(products(q, k).relu()) * w.mT[..., None]).sum(1),
+    "masked product": lambda q, k, w: (w.unsqueeze(2) @ hidden(products(q, k).relu()).transpose(1, 2)).squeeze(2),
+    "negative": lambda q, k, w: deepseek(q, k, w) * -1,
+    "weighed twice": lambda q, k, w: (products(q, k).relu() * w.mT[..., None] * w.exp().mT[..., None]).sum(1),
+    "weighed before the product": lambda q, k, w: (
+        w.unsqueeze(2) @ (products(q, k).relu() * w.mT[..., None]).transpose(1, 2)
+    ).squeeze(2),
+    "weighed after the product": lambda q, k, w: SCORES["transformers"](q, k, w) * w[..., :1],
+    "weights of one query": lambda q, k, w: (products(q[:, :, :1], k).relu() * w.mT[..., None]).sum(1),
+    "divided": lambda q, k, w: (products(q, k).relu() / w.mT[..., None]).sum(1),
+    "a choice for each head": lambda q, k, w: products(q, k).relu(),
+    "groups of heads": lambda q, k, w: (
+        torch.einsum("bshgd,bthd->bhgst", q.unflatten(2, (-1, 2)), q[:, :, ::2] * k).relu().sum((1, 2))
+    ),
+}
+
+# Spellings of a mask of attention, of scores and of the keys that may be read.
+MASKS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "transformers": lambda s, m: m & ~torch.ones_like(s, dtype=torch.bool).scatter(-1, choose(s).int().long(), False),
+    "deepseek": lambda s, m: (
+        torch.full_like(s, NEVER).scatter(-1, choose_or_take_all(s), 0.0) + torch.where(m, 0.0, NEVER)
+    ),
+    "finite": lambda s, m: torch.where(m & chosen(s), 0.0, -1e9).to(s),
+    "finite for others": lambda s, m: torch.full_like(s, -1e4).scatter(-1, choose(s), 0.0) + torch.where(m, 0.0, NEVER),
+    # Others, which are refused:
+    "and its own key": lambda s, m: m & (chosen(s) | torch.eye(s.shape[1], dtype=torch.bool)),
+    "the smallest": lambda s, m: m & chosen(s, largest=False),
+    "queries of a key": lambda s, m: m & torch.zeros_like(m).scatter(-1, choose(s, dim=1), True),
+    "keys for queries": lambda s, m: m & chosen(s, dim=1),
+}
 
 
 class Index(nn.Module):
-    """Index of `heads` heads, in one of the ways in which models write it: hidden states to the mask of attention."""
+    """Index of `heads` heads: hidden states and two masks, of the index and of attention, to the mask of attention."""
 
-    def __init__(self, spelling: str, heads: int) -> None:
+    def __init__(self, scores: str, mask: str, heads: int, filler: float) -> None:
         super().__init__()
-        self.spelling, self.heads = spelling, heads
+        self.scores, self.mask, self.heads, self.filler = SCORES[scores], MASKS[mask], heads, filler
+        self.adds, self.trains = mask == "deepseek", scores != "transformers"
         self.query, self.key = nn.Linear(WIDTH, heads * 8), nn.Linear(WIDTH, 8)
         self.weights = nn.Linear(WIDTH, heads)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        with torch.set_grad_enabled(self.spelling != "matmul" and torch.is_grad_enabled()):
-            query, key = self.query(x).view(*x.shape[:2], self.heads, 8), self.key(x)
-            weights = self.weights(x)
-            if self.spelling in ("matmul", "softmax"):  # transformers
-                scores = torch.matmul(query, key.mT.unsqueeze(1)) * 8**-0.5
-                scores = scores.softmax(-1) if self.spelling == "softmax" else F.relu(scores)
-                scores = torch.matmul(weights.unsqueeze(-2), scores).squeeze(-2).masked_fill(~mask[:, 0], float("-inf"))
-            else:  # by DeepSeek
-                scores = torch.einsum("bshd,btd->bsht", query, key).relu()
-                scores = (scores * weights[..., None]).sum(2) + torch.where(mask[:, 0], 0.0, float("-inf"))
-            index = scores.topk(min(KEYS, x.shape[1]), -1).indices
-        if self.spelling == "einsum":
-            chosen = torch.full_like(scores, float("-inf")).scatter(-1, index, 0.0)
-            return chosen[:, None] + torch.where(mask, 0.0, float("-inf"))
-        others = index.new_ones(scores.shape, dtype=torch.bool).scatter(-1, index, False)[:, None]
-        if self.spelling == "and its own key":
-            return mask & (~others | torch.eye(x.shape[1], dtype=torch.bool))
-        return mask & ~others
+    def forward(self, x: torch.Tensor, own: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(self.trains and torch.is_grad_enabled()):
+            query, key = self.query(x).unflatten(-1, (self.heads, 8)), self.key(x)[:, :, None]
+            scores = self.scores(query, key, self.weights(x))
+            if scores.dim() == 4:
+                own, mask = own[:, None], mask[:, None]
+            if self.adds:
+                return self.mask(scores + torch.where(own, 0.0, self.filler), mask)
+            return self.mask(scores.masked_fill(~own, self.filler), mask)
 
 
 class Sparse(nn.Module):
-    """Two layers; with `shared`, the second reads the keys that the index of the first has chosen."""
+    """Two layers of learned sparse attention.
 
-    def __init__(self, spelling: str = "matmul", heads: int = 24, shared: bool = False, blocks: bool = False) -> None:
+    Args:
+        shared: the second layer reads the keys that the index of the first has chosen.
+        windows: of the index, and of attention.
+        filler: what hides keys from the index.
+        sinks: attention has sinks.
+        scale: of attention.
+        blocks: every two tokens attend to each other.
+    """
+
+    def __init__(
+        self,
+        scores: str = "transformers",
+        mask: str = "transformers",
+        heads: int = 24,
+        shared: bool = False,
+        windows: tuple[int | None, int | None] = (None, None),
+        filler: float = NEVER,
+        sinks: bool = False,
+        scale: float = 0.5,
+        blocks: bool = False,
+    ) -> None:
         super().__init__()
         self.blocks = blocks
         torch.manual_seed(1)
+        self.windows, self.scale = windows, scale
         self.embedding, self.position = nn.Embedding(V, WIDTH), nn.Embedding(32, WIDTH)
-        self.indices = nn.ModuleList(Index(spelling, heads) for _ in range(1 if shared else 2))
+        self.indices = nn.ModuleList(Index(scores, mask, heads, filler) for _ in range(1 if shared else 2))
         self.projections = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
         self.head = nn.Linear(WIDTH, V)
+        self.sinks = nn.Parameter(torch.randn(HEADS)) if sinks else None
         self.double()
 
     def forward(self, ids: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embedding(ids) + self.position(torch.arange(ids.shape[1]))
-        mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()[None, None]
+        of_index, mask = (self._causal(ids, real, window) for window in self.windows)
+        for layer, project in enumerate(self.projections):
+            if layer < len(self.indices):
+                read = self.indices[layer](F.layer_norm(x, (WIDTH,)), of_index, mask)
+                read = read[:, None] if read.dim() == 3 else read
+            query, key, value = project(x).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+            y = self._attend(query, key, value, read)
+            x = x + y.transpose(1, 2).flatten(2)
+        return self.head(x.tanh())
+
+    def _causal(self, ids: torch.Tensor, real: torch.Tensor | None, window: int | None) -> torch.Tensor:
+        distance = torch.arange(ids.shape[1])[:, None] - torch.arange(ids.shape[1])
+        mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         if self.blocks:
             pairs = torch.arange(ids.shape[1]) // 2
             mask = mask | (pairs[:, None] == pairs)
-        mask = mask.expand(len(ids), -1, -1, -1) if real is None else mask & real[:, None, None]
-        for layer, project in enumerate(self.projections):
-            if layer < len(self.indices):
-                chosen = self.indices[layer](F.layer_norm(x, (WIDTH,)), mask)
-            query, key, value = project(x).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-            y = F.scaled_dot_product_attention(query, key, value, chosen)
-            x = x + y.transpose(1, 2).flatten(2)
-        return self.head(x.tanh())
+        return mask.expand(len(ids), -1, -1) if real is None else mask & real[:, None]
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if self.sinks is None:
+            return F.scaled_dot_product_attention(query, key, value, mask, scale=self.scale)
+        scores = (query @ key.mT * self.scale).masked_fill(~mask, NEVER)
+        sinks = self.sinks[:, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ value
 
 
 def ids_and_mask(model, batch):
@@ -86,29 +191,71 @@ def compiled_with(model, **options):
 
 
 @pytest.mark.parametrize(
-    ("spelling", "shared", "options"),
+    ("model", "options"),
     [
-        ("matmul", False, {}),
-        ("einsum", False, {"memory_budget": 0}),
-        ("matmul", True, {"sweep": "stages", "memory_budget": 0}),
+        ({}, {}),
+        ({"scores": "deepseek", "mask": "deepseek"}, {"memory_budget": 0}),
+        ({"shared": True}, {"sweep": "stages", "memory_budget": 0}),
+        ({"scores": "keys by head"}, {"chunk_size": 64}),
+        ({"scores": "no weights", "mask": "finite", "filler": -1e38}, {}),
+        ({"windows": (6, 6), "sinks": True}, {}),
+        ({"mask": "finite for others"}, {"chunk_size": 64}),
+        ({"windows": (None, 3)}, {}),  # some queries read nothing
     ],
+    ids=str,
 )
-def test_every_query_reads_the_keys_chosen_for_it(spelling, shared, options):
-    model, batch = Sparse(spelling, shared=shared), make_batch(rollouts(V))
+def test_every_query_reads_the_keys_chosen_for_it(model, options):
+    model, batch = Sparse(**model), make_batch(rollouts(V))
     loss = random_loss(batch, V)
     expected = reference(model, batch, loss, ids_and_mask)
     assert not any("indices" in name for name in expected.gradients)
     compiled = compiled_with(model, **options)
     assert_equal(measure(compiled, model, batch, loss, ids_and_mask), expected, EXACT)
-    model.indices[0].weights.weight.data.neg_()  # other keys
+    model.indices[0].query.weight.data.neg_()  # other keys
     other = reference(model, batch, loss, ids_and_mask)
     assert (other.outputs - expected.outputs).abs().max() > 1e-3
     assert_equal(measure(compiled, model, batch, loss, ids_and_mask), other, EXACT)
 
 
-def test_equal_scores():
+@pytest.mark.parametrize(("chunk_size", "window"), [(3, None), (64, None), (64, KEYS - 1)])
+def test_branches_of_the_tree_choose_keys_of_their_own(monkeypatch, chunk_size, window):
+    model, batch, by_tree, by_rows = Sparse(shared=True, windows=(window,) * 2), make_batch(rollouts(V)), set(), set()
+    forward = chosen_keys.ChoiceRuntime.forward
+
+    def spy(runtime, x):
+        (choice,) = forward(runtime, x)
+        keys = ({key for key in row if key != NONE} for row in choice[0, 0].tolist())
+        by_tree.update(zip(x.table().depths.tolist(), map(frozenset, keys), strict=True))
+        return (choice,)
+
+    def note(index, inputs, mask):
+        by_rows.update((depth, frozenset(keys.nonzero()[:, 0].tolist())) for depth, keys in enumerate(mask[0]))
+
+    monkeypatch.setattr(chosen_keys.ChoiceRuntime, "forward", spy)
+    with torch.no_grad():
+        for row in range(len(batch.ids)):
+            with model.indices[0].register_forward_hook(note):
+                ids_and_mask(model, batch.row(row))
+        ids_and_mask(compiled_with(model, chunk_size=chunk_size, verify="off"), batch)
+    assert by_tree == by_rows
+    assert window or len({keys for depth, keys in by_tree if depth == 14}) > 1  # below the last fork
+
+
+@pytest.mark.parametrize("mask", ["transformers", "deepseek"])
+def test_rows_of_fewer_tokens_than_an_index_chooses(mask):
+    model = Sparse(mask=mask)
+    compiled = compiled_with(model)
+    for length in (KEYS - 1, KEYS + 1):
+        batch = make_batch([row[:length] for row in rollouts(V)])
+        loss = random_loss(batch, V)
+        expected = reference(model, batch, loss, ids_and_mask)
+        assert_equal(measure(compiled, model, batch, loss, ids_and_mask), expected, EXACT)
+
+
+@pytest.mark.parametrize("scores", ["transformers", "one head"])
+def test_equal_scores(scores):
     """With one index head most scores are zero; `topk` takes some of these by its row, which is that of eager mode."""
-    model, batch = Sparse(heads=1), make_batch(rollouts(V))
+    model, batch = Sparse(scores, heads=1), make_batch(rollouts(V))
     loss, compiled = random_loss(batch, V), compiled_with(model)
     assert_equal(
         measure(compiled, model, batch, loss, ids_and_mask), measure(model, model, batch, loss, ids_and_mask), EXACT
@@ -140,16 +287,39 @@ def test_a_key_that_is_not_read():
 
 
 @pytest.mark.parametrize(
-    ("spelling", "reason"),
+    ("model", "reason"),
     [
-        ("softmax", "no weighted sum of relu"),
-        ("and its own key", "keys besides those chosen"),
+        ({"scores": "softmax"}, "no weighted sum of relu"),
+        ({"scores": "relu of the sum"}, "a relu of scores that are weighed"),
+        ({"scores": "relu of the weighed"}, "a relu of scores that are weighed"),
+        ({"scores": "relu after the weights"}, "a relu of scores that are weighed"),
+        ({"scores": "relu after one sum"}, "may be negative"),
+        ({"scores": "relu of the masked"}, "a relu of scores that are weighed"),
+        ({"scores": "weights of the masked"}, "weights of masked ones"),
+        ({"scores": "masked product"}, "weighed or masked already"),
+        ({"scores": "negative"}, "of index scores"),
+        ({"scores": "weighed twice"}, "several weights"),
+        ({"scores": "weighed before the product"}, "weighed or masked already"),
+        ({"scores": "weighed after the product"}, "several weights"),
+        ({"scores": "weights of one query"}, "scores that are repeated"),
+        ({"scores": "divided"}, "of index scores"),
+        ({"scores": "a choice for each head", "heads": HEADS}, "a choice for each head"),
+        ({"scores": "groups of heads"}, "index keys that several heads share"),
+        ({"mask": "and its own key"}, "keys besides those chosen"),
+        ({"mask": "the smallest"}, "the model chooses keys"),
+        ({"mask": "queries of a key"}, "the model chooses keys"),
+        ({"mask": "keys for queries"}, "the model chooses keys"),
+        ({"windows": (3, None)}, "a window of 3 in the index, and all keys in attention"),
+        ({"windows": (8, 5)}, "a window of 8 in the index, and a window of 5 in attention"),
+        ({"windows": (None, 5), "mask": "finite"}, "all keys in the index, and a window of 5 in attention"),
+        ({"filler": -1e9}, "-1e[+]09 in the mask of the index"),
+        ({"mask": "finite for others", "scale": 1e6}, "scores so large"),
     ],
+    ids=str,
 )
-def test_other_choices_are_refused(spelling, reason):
-    batch = make_batch(rollouts(V))
+def test_other_choices_are_refused(model, reason):
     with pytest.raises(RefusalError, match=reason):
-        ids_and_mask(compiled_with(Sparse(spelling)), batch)
+        ids_and_mask(compiled_with(Sparse(**model)), make_batch(rollouts(V)))
 
 
 def test_blocks_of_tokens_that_attend_to_each_other_are_refused():

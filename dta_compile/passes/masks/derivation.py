@@ -8,6 +8,7 @@ is, a sum where all its terms are, and most activation functions map zero to zer
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from typing import Any
 
@@ -27,7 +28,7 @@ from dta_compile.passes.program import Program, ancestors, where
 from dta_compile.passes.symbols import expression, free_symbols, hint, sizes, symbolic
 from dta_compile.proofs.logic import Logic
 from dta_compile.proofs.mask_class import MaskClass
-from dta_compile.proofs.proof import Z3_LOCK, Unproven, classify, forbids
+from dta_compile.proofs.proof import Z3_LOCK, Unproven, classify, forbidden_by
 from dta_compile.proofs.tables import Facts, read_table
 from dta_compile.proofs.terms import Entry, Leaf, Number, Term, Terms, subterms
 
@@ -37,7 +38,7 @@ class MaskPrograms:
 
     def __init__(self, program: Program) -> None:
         self.program, self.terms = program, Terms()
-        self._known: dict[Term, MaskProgram] = {}
+        self._known: dict[tuple[Term, float], MaskProgram] = {}
 
     def of(self, mask: fx.Node) -> tuple[MaskProgram, fx.Node | None]:
         """Return a mask for the keys that are chosen, and the choice of keys that it is made of, if it is.
@@ -50,13 +51,15 @@ class MaskPrograms:
         if any(node.op == "placeholder" for node in learned) or len(choices) > 1:
             raise _learned_refusal(mask, learned)
         derived = _Derivation(self.program, mask, self.terms)
-        if choices and not derived.forbids_others():
+        filler = derived.filler_of_others() if choices else -math.inf
+        if filler is None:
             got = "a learned sparse mask that may allow keys besides those chosen for a query"
             raise refusal(where(mask), got, "hide all keys that are not chosen, by False or -inf")
-        if derived.term not in self._known:
-            found = derived.mask_program()
-            self._known[derived.term] = dataclasses.replace(found, constant=_constant_class(found))
-        return self._known[derived.term], next((node.args[0] for node in choices), None)
+        key = derived.term, filler
+        if key not in self._known:
+            found = dataclasses.replace(derived.mask_program(), filler=filler)
+            self._known[key] = dataclasses.replace(found, constant=_constant_class(found))
+        return self._known[key], next((node.args[0] for node in choices), None)
 
 
 def _is_choice(node: fx.Node) -> bool:
@@ -86,11 +89,11 @@ class _Derivation:
         with Z3_LOCK:
             self.term = self._entry(chosen=True)
 
-    def forbids_others(self) -> bool:
-        """Return whether the mask is proven to forbid all keys that a choice leaves out."""
+    def filler_of_others(self) -> float | None:
+        """Return the largest finite number that hides keys that a choice leaves out; None if some may be allowed."""
         with Z3_LOCK:
             term = self._entry(chosen=False)
-        return forbids(term, self.sizes, Facts())
+        return forbidden_by(term, self.sizes, Facts())
 
     def _entry(self, chosen: bool) -> Term:
         """Return the mask's term for keys that are chosen, or are not; the index of a head dimension is "head"."""
@@ -180,7 +183,8 @@ def _constant_class(mask: MaskProgram) -> MaskClass | None:
         raise mask.refusal(error) from None
     sizes = free_symbols(mask.sizes.values())
     compared = *proven.segments, *proven.positions, *proven.of_blocks
-    return None if any(_reads_numbers(term, sizes) for term in compared) else proven
+    reads_numbers = any(_reads_numbers(term, sizes) for term in compared)
+    return None if reads_numbers else mask.hiding_others(proven)
 
 
 def _reads_numbers(term: Term, sizes: set[sympy.Symbol]) -> bool:

@@ -69,7 +69,8 @@ def mixers(program: Program) -> None:
         if choice is not None:
             mixer, operands = OVER_CHOSEN[mixer], (*operands, choice)
         node.target, node.args = mixer.call, (*operands, *Masking.causal(masking.scale, masking.softcap), *rest)
-        layers.append(AttentionLayer(index, mixer, _states(mixer, node), where(node), mask, masking.softcap))
+        chooser = None if choice is None else program.mixer_nodes.index(choice)
+        layers.append(AttentionLayer(index, mixer, _states(mixer, node), where(node), mask, masking.softcap, chooser))
     program.mixers = layers
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from dta_compile.errors import RefusalError
 from dta_compile.executable.executable import Executable
 from dta_compile.executable.layers import AttentionLayer, MixerLayer
 from dta_compile.ops.attention import OVER_CHOSEN
 from dta_compile.ops.chosen_keys import CHOICE_MIXER
 from dta_compile.ops.recurrences.operators import RECURRENCES
+from dta_compile.proofs.mask_class import CERTAIN
 from dta_compile.runtime.attention.chosen_keys import ChoiceRuntime, ChosenKeys
 from dta_compile.runtime.attention.interface import Provider
 from dta_compile.runtime.attention.layer import AttentionRuntime, provider_of
@@ -79,9 +82,43 @@ def runtimes_of(executable: Executable, masks: ReadMasks, device: torch.device, 
 
     Raises:
         OptionError: the chosen attention provider cannot run here.
+        RefusalError: an index chooses among other keys than attention may read.
     """
     limits = {layer.index: limit for layer, limit in zip(executable.attention, masks.limits, strict=True)}
+    _require_like_choices(executable, masks)
     layers = zip(executable.attention, masks.classes, strict=True)
     units = frozenset(layer.index for layer, mask_class in layers if mask_class.block is not None)
     context = LayerContext(device, attention, limits, units, masks.valid.shape[1], masks.from_first)
     return [RUNTIMES[layer.mixer.name](layer, context) for layer in executable.mixers]
+
+
+def _require_like_choices(executable: Executable, masks: ReadMasks) -> None:
+    """Raise `RefusalError` unless every index chooses among the keys that attention may read.
+
+    An index of a narrower span runs out of keys, and `topk` goes on to hidden ones, which attention may read. One of a
+    wider span may leave attention no key: it reads nothing if it hides keys by -inf, and by a finite number, all keys.
+    """
+    spans = zip(masks.limits, masks.fillers, strict=True)
+    by_layer = dict(zip((layer.index for layer in executable.attention), spans, strict=True))
+    for layer in executable.attention:
+        if layer.chooser is None:
+            continue
+        (limit, filler), (limit_of_index, filler_of_index) = by_layer[layer.index], by_layer[layer.chooser]
+        got = f"{_span(limit_of_index)} in the index, and {_span(limit)} in attention"
+        if filler_of_index > CERTAIN:
+            got = f"{filler_of_index:g} in the mask of the index, which scores may be below"
+        elif limit == limit_of_index or (limit_of_index is None and filler == -math.inf):
+            continue
+        raise RefusalError(
+            "a learned index chooses among other keys than attention may read",
+            where=executable.mixers[layer.chooser].where,
+            expected="scores of the index that are hidden where attention's are, by float('-inf')",
+            got=got,
+            hint="mask the scores of the index, before topk, by the mask of attention",
+        )
+
+
+def _span(limit: Limit | None) -> str:
+    if limit is None:
+        return "all keys"
+    return f"{'chunks' if limit.by_chunks else 'a window'} of {limit.tokens}"

@@ -173,8 +173,9 @@ class _Choice:
         """Apply the effect of a node whose operand `self.source` is the scores so far."""
         scores, target = self.scores, node.target
         if target is aten.relu.default:
-            if scores.is_changed or scores.by or scores.further:
-                raise Mismatch("a relu of scores that are masked, or scaled by several numbers")
+            is_weighed = self.weights is not None or self.by_head is not None
+            if is_weighed or scores.is_changed or scores.by or scores.further:
+                raise Mismatch("a relu of scores that are weighed, summed or masked, or scaled by several numbers")
             self.is_positive = True
         elif target in SCORE_PRODUCTS:
             self._weighed(node)
@@ -183,7 +184,7 @@ class _Choice:
         elif target in PRODUCTS and self.is_positive and (weights := self._weights_of(node)) is not None:
             if self.weights is not None or scores.is_changed:
                 raise Mismatch("several weights of index scores, or weights of masked ones")
-            self.weights = Arranged.within(weights, scores.dims)
+            self.weights = scores._beside(weights, node)
         else:
             scores.follow(node, self.source)
         if scores.scale <= 0 or scores.cap is not None or (self.is_positive and scores.by):
@@ -196,7 +197,7 @@ class _Choice:
 
     def _weighed(self, node: fx.Node) -> None:
         """Apply a batched product with the weights, which sums over heads."""
-        if self.weights is not None or not self.is_positive or self.scores.is_changed:
+        if self.weights is not None or self.scores.is_changed:
             raise Mismatch("a product of scores that are weighed or masked already")
         is_left = node.args[-2] is self.source
         other, dims = Arranged.of(node.args[-1 if is_left else -2]), self.scores.dims

@@ -4,7 +4,9 @@ What another process does is done here by compiling anew; one test has another p
 """
 
 import concurrent.futures
+import dataclasses
 import logging
+import lzma
 import os
 import pathlib
 import pickle
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 import dta_compile
+from dta_compile.executable.chunk import ChunkGraphs
 from dta_compile.program_cache import cache, description, files, pickles
 from tests.support.inside import inside
 from tests.support.tiny import (
@@ -422,6 +425,18 @@ def test_only_known_classes_are_read(tmp_path):
     for value in (pathlib.Path(tmp_path), subprocess.Popen, os.system, logging.getLogger("x")):
         with pytest.raises(pickles.NotKept):
             pickles.from_bytes(pickle.dumps(value))
+
+
+def test_what_rows_have_in_common_is_kept_once():
+    def chunk(layers):
+        rows = [(f"l.{i}.{i % 3:03}", 3 * i, i % 5 == 0, -0.0 if i % 2 else 0.0, (1,) * (i % 3)) for i in range(layers)]
+        fields = dict.fromkeys((field.name for field in dataclasses.fields(ChunkGraphs)), ())
+        return ChunkGraphs(**{**fields, "stages": tuple(rows)})
+
+    kept = [pickles.to_bytes(chunk(layers)) for layers in (30, 240)]
+    assert repr(pickles.from_bytes(kept[1])) == repr(chunk(240))
+    few, many = (len(lzma.compress(data)) for data in kept)
+    assert many < 1.2 * few
 
 
 def test_constants_are_kept_by_value():

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import os
 import time
-import zlib
 from typing import Any
 
 from dta_compile.executable.executable import Executable
@@ -18,6 +17,11 @@ from dta_compile.program_cache.assumptions import Assumptions, assumptions_of, f
 from dta_compile.program_cache.description import NotDescribed, description
 from dta_compile.program_cache.files import ProgramFile, open_folder
 from dta_compile.program_cache.pickles import from_bytes, to_bytes
+
+try:
+    import lzma as codec
+except ImportError:  # a Python that was built without it
+    import zlib as codec  # type: ignore[no-redef]
 
 FOUND = "found in the cache"  # key in `Executable.seconds`, next to the seconds of the passes when they ran
 
@@ -82,7 +86,7 @@ class _Entry:
             data = self.file.read()
             if data is None:
                 return None
-            assumptions, executable = from_bytes(zlib.decompress(data))
+            assumptions, executable = from_bytes(codec.decompress(data))
             if not isinstance(assumptions, Assumptions) or not isinstance(executable, Executable):
                 raise ValueError("it holds something else")
             if not assumptions.hold(self.env):
@@ -106,6 +110,6 @@ class _Entry:
     def save(self, executable: Executable) -> None:
         """Save an executable for other processes; failures are only logged."""
         try:
-            self.file.write(zlib.compress(to_bytes((assumptions_of(self.env, self.guards, self.later), executable))))
+            self.file.write(codec.compress(to_bytes((assumptions_of(self.env, self.guards, self.later), executable))))
         except Exception as error:
             logger.debug("the program is not kept: %s: %s", type(error).__name__, error)

@@ -247,6 +247,17 @@ class InPython(Loop):
         return out
 
 
+class OnlyHit(Loop):
+    """As code of transformers loops: over the experts that have tokens."""
+
+    def mix(self, x, weights, chosen):
+        out = torch.zeros_like(x)
+        for number in F.one_hot(chosen, EXPERTS).sum((0, 1)).nonzero():
+            rows, slot = torch.where(chosen == number)
+            out = out.index_add(0, rows, self.experts[number](x[rows]) * weights[rows, slot, None])
+        return out
+
+
 class Centred(Loop):
     def of_one(self, out, x, rows, weights, expert):
         y = expert(x[rows])
@@ -303,6 +314,7 @@ class Jittered(Mixtral):
 
 REFUSED = {
     IfThereAre: r"graph break.*numel\(\) == 0.*drop the `if`",
+    OnlyHit: r"graph break.*for number in F\.one_hot.*loop over all of them",
     InPython: r"graph break.*rows\.tolist\(\).*\.tolist\(\)",
     Centred: "selected by a condition.*y.mean.*along the token axis",
     Numbered: "selected by a condition.*arange",

@@ -28,8 +28,9 @@ MOST_ABANDONED = 2  # engines kept although all callables that used them are gon
 # Parts of the messages of graph breaks where Python code reads numbers out of tensors.
 OF_NUMBERS = ("data-dependent", "data dependent", "item()", "tolist", "numpy", "could not guard")
 NUMBERS = (
-    ": Python code cannot depend on what tensors hold. In a mixture of experts, drop the `if` around an expert without"
-    " tokens, which adds nothing, and select its tokens by a condition instead of by .item(), .tolist() or .numpy()"
+    ": Python code cannot depend on what tensors hold. In a mixture of experts, loop over all of them, as in"
+    " `for e in range(E)`, drop the `if` around an expert without tokens, which adds nothing, and select its tokens by"
+    " a condition instead of by .item(), .tolist() or .numpy()"
 )
 
 

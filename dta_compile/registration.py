@@ -26,6 +26,8 @@ STAND_INS = {
         "transformers_experts",
         "transformers_outputs",
     ),
+    "transformers.models.longcat_flash.modeling_longcat_flash": ("transformers_expert_loops",),
+    "transformers.models.step3p7.modeling_step3p7": ("transformers_expert_loops",),
     "peft.tuners.lora.layer": ("peft_experts",),
     "trl.trainer.utils": ("trl_head",),
 }

@@ -22,6 +22,9 @@ from tests.support.helpers import (
     rollouts,
 )
 from tests.support.inside import inside
+from tests.support.mixtures import EXPERTS as FEW
+from tests.support.mixtures import HIDDEN, Mixture, Once, assert_exact
+from tests.support.tiny import WIDTH
 
 EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
 ROUTED = {**TOY, **EXPERTS, "num_key_value_heads": 2, "num_hidden_layers": 2}
@@ -87,6 +90,43 @@ def test_models(name, batch, loss):
     # Gradients are added to those experts that were hit: no operator has a result of the size of all experts.
     operators = [node.target for node in nodes_of(inside(function).newest.program, "backward")]
     assert EXPERT_PRODUCTS_ in operators and EXPERT_PRODUCTS not in operators
+
+
+class OfLongcat(Mixture):
+    """Experts that declare nothing; some of them compute nothing and return their tokens."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        module = pytest.importorskip("transformers.models.longcat_flash.modeling_longcat_flash")
+        sizes = {"expert_ffn_hidden_size": HIDDEN, "n_routed_experts": FEW - 1, "zero_expert_num": 1}
+        self.inner = self.initialised(module.LongcatFlashExperts(config(hidden_act="silu", **sizes)))
+
+    def initialised(self, inner):
+        for parameter in inner.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        return inner
+
+    def mix(self, x, weights, chosen):
+        return self.inner(x, chosen, weights)
+
+
+class OfStep(OfLongcat):
+    """A gate of their own, and slots of no expert."""
+
+    def __init__(self, **arguments):
+        Mixture.__init__(self, **arguments)
+        module = pytest.importorskip("transformers.models.step3p7.modeling_step3p7")
+        sizes = {"moe_intermediate_size": HIDDEN, "num_local_experts": FEW - 1}
+        self.inner = self.initialised(module.Step3p7Experts(config(hidden_act="silu", **sizes), swiglu_limit=0.1))
+
+
+def config(**values):
+    return transformers.PreTrainedConfig(hidden_size=WIDTH, **values)
+
+
+@pytest.mark.parametrize("mixture", [OfLongcat, pytest.param(OfStep, marks=slow)])
+def test_experts_that_declare_nothing(mixture):
+    assert_exact(Once(mixture))
 
 
 @pytest.mark.parametrize("experts", ["eager", pytest.param("batched_mm", marks=slow), pytest.param("dta", marks=slow)])

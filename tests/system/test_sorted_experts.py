@@ -12,7 +12,7 @@ from dta_compile.ops.experts.operators import EXPERT_LINEAR
 from tests.support.chunk_graphs import nodes_of
 from tests.support.helpers import Batch, assert_equal, make_batch, measure, random_loss, reference
 from tests.support.inside import inside
-from tests.support.mixtures import EXPERTS, Mixture, Model, Once, Split, assert_exact, call, one_by_one
+from tests.support.mixtures import EXPERTS, HIDDEN, Mixture, Model, Once, Split, assert_exact, call, one_by_one
 from tests.support.tiny import SMALL_CHUNKS, VOCABULARY, WIDTH, assert_same, shared_ids
 
 ROUNDING = 2e-2  # of bfloat16, which is all that grouped products take on CPUs
@@ -114,6 +114,23 @@ class Gathered(Mixture):
         return torch.zeros_like(x).index_add(0, order // self.k, y)
 
 
+class Parallel(Mixture):
+    """JetMoE's: the rows of every product joined, halved, put back by slot, and sorted again for the next product."""
+
+    def of_all(self, rows, weights, counts):
+        return torch.cat([F.linear(part, w) for part, w in zip(rows.split(counts), weights, strict=True)])
+
+    def mix(self, x, weights, chosen):
+        gates = torch.zeros(x.shape[0], EXPERTS, dtype=x.dtype).scatter(1, chosen, 1)
+        counts = gates.long().sum(0).tolist()
+        _, order = chosen.flatten().sort(0)
+        tokens = order.div(self.k, rounding_mode="trunc")
+        gate, up = self.of_all(x[tokens], self.w1, counts).chunk(2, -1)
+        slots = torch.zeros(chosen.numel(), HIDDEN // 2, dtype=x.dtype).index_add(0, order, F.silu(gate) * up)
+        y = self.of_all(slots.tanh()[order], self.w2[..., ::2], counts) * weights.flatten()[order][:, None]
+        return torch.zeros_like(x).index_add(0, tokens, y)
+
+
 class Groups(Added):
     """Routes of DeepSeek-V3: sigmoid scores, a bias for the choice alone, groups of experts, a shared expert."""
 
@@ -134,10 +151,10 @@ class Groups(Added):
         return super().mix(x, weights, chosen) + self.experts[0](x)
 
 
-WAYS = [Split, ScoresBefore, Slices, Ends, Inverse, Added, Minimind, Written, Gathered, Groups]
+WAYS = [Split, ScoresBefore, Slices, Ends, Inverse, Added, Minimind, Written, Gathered, Parallel, Groups]
 
 
-@pytest.mark.parametrize("mixture", one_by_one(WAYS, (Split, Minimind)))
+@pytest.mark.parametrize("mixture", one_by_one(WAYS, (Split, Minimind, Parallel)))
 def test_sorted_as(mixture):
     assert_exact(Once(mixture))
 

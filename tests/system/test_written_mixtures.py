@@ -124,6 +124,16 @@ class Dense(Mixture):
         return (y * mask[..., None]).sum(1) + torch.einsum("neh,edh,ne->nd", h, self.w2, mask)
 
 
+class Repeated(Mixture):
+    """Llama 4's: a copy of all tokens for each expert, scaled by scores that are zero for all but the best."""
+
+    def mix(self, x, weights, chosen):
+        scores = torch.zeros(x.shape[0], EXPERTS, dtype=x.dtype).scatter(1, chosen, weights)
+        rows = x.repeat(EXPERTS, 1) * scores.transpose(0, 1).reshape(-1, 1)
+        y = F.silu(torch.bmm(rows.view(EXPERTS, -1, x.shape[1]), self.w1.mT)) @ self.w2.mT
+        return y.view(-1, x.shape[1]).reshape(EXPERTS, -1, x.shape[1]).sum(0)
+
+
 class Gathered(Mixture):
     """A matrix for every place, by `bmm` and by einsum."""
 
@@ -174,12 +184,12 @@ class Shared(Mixtral):
 
 
 WAYS = [Mixtral, DeepSeek, OneColumn, Masked, TokensOfSequences, Columns, Slots, Scattered, Dense, Checkpointed]
-WAYS += [Twice, Shared, Gathered, FlatPlaces]
+WAYS += [Twice, Shared, Gathered, FlatPlaces, Repeated]
 
 
 @pytest.mark.parametrize("mixture", one_by_one(WAYS, (DeepSeek, TokensOfSequences)))
 def test_written_as(mixture):
-    assert_exact(Model(mixture, layers=2 if mixture is DeepSeek else 1))
+    assert_exact(Model(mixture, layers=2 if mixture in (DeepSeek, Repeated) else 1))
 
 
 @pytest.mark.parametrize("kind", one_by_one(["norm", "unsafe"], ["unsafe"]))
@@ -234,6 +244,17 @@ class InPython(Loop):
     def of_one(self, out, x, rows, weights, expert):
         for row in rows.tolist():
             out[row] += expert(x[row])
+        return out
+
+
+class OnlyHit(Loop):
+    """As code of transformers loops: over the experts that have tokens."""
+
+    def mix(self, x, weights, chosen):
+        out = torch.zeros_like(x)
+        for number in F.one_hot(chosen, EXPERTS).sum((0, 1)).nonzero():
+            rows, slot = torch.where(chosen == number)
+            out = out.index_add(0, rows, self.experts[number](x[rows]) * weights[rows, slot, None])
         return out
 
 
@@ -293,6 +314,7 @@ class Jittered(Mixtral):
 
 REFUSED = {
     IfThereAre: r"graph break.*numel\(\) == 0.*drop the `if`",
+    OnlyHit: r"graph break.*for number in F\.one_hot.*loop over all of them",
     InPython: r"graph break.*rows\.tolist\(\).*\.tolist\(\)",
     Centred: "selected by a condition.*y.mean.*along the token axis",
     Numbered: "selected by a condition.*arange",

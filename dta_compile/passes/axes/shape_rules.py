@@ -234,12 +234,28 @@ def slice_(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def cat(node: fx.Node, arguments: Arguments) -> Layout:
-    """Rule for `cat` along a feature dimension."""
+    """Rule for `cat` along features, or of values over the same tokens, one after the other."""
     parts, dim = list(node.args[0]), argument(node, 1, "dim") or 0
     parts = [part for part in parts if len(sizes(part)) > 1 or sizes(part) != (0,)]
+    layout = arguments[parts[0]]
+    if layout.token_dim is not None and all(arguments[part] == layout for part in parts):
+        rank = len(layout.dims)
+        return _of_copies(layout, [len(parts) if i == dim % rank else 1 for i in range(rank)])
     for part in parts:
         require_feature(arguments[part], dim, "concatenates")
     return broadcast(node, arguments, parts)
+
+
+def _of_copies(layout: Layout, times: Sequence[Any]) -> Layout:
+    """Return the layout of several copies along each dimension, one after the other: copies are features."""
+    dims = []
+    for axis, number in zip(layout.dims, times, strict=True):
+        if axis is not None and number != 1:
+            if not isinstance(number, int) or layout.token_dim is None:
+                raise MixesTokens(f"it repeats along the {'token' if axis.is_over_tokens else 'batch'} axis")
+            axis = flat((number, *(axis.factors if isinstance(axis, Flat) else FLATTENED.get(axis, (axis,)))))
+        dims.append(axis)
+    return Layout(tuple(dims), layout.frame)
 
 
 def stack(node: fx.Node, arguments: Arguments) -> Layout:
@@ -286,13 +302,11 @@ def constant_pad(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def repeat(node: fx.Node, arguments: Arguments) -> Layout:
-    """Rule for `repeat`: it repeats feature dimensions, and may add some in front."""
+    """Rule for `repeat`: copies along dimensions, one after the other, and new dimensions in front."""
     layout, repeats = arguments[node.args[0]], node.args[1]
     added = len(repeats) - len(layout.dims)
-    for i, axis in enumerate(layout.dims):
-        if axis is not None and repeats[added + i] != 1:
-            raise MixesTokens("it repeats along the token or batch axis")
-    return Layout((None,) * added + layout.dims, layout.frame)
+    copies = _of_copies(layout, repeats[added:])
+    return Layout((None,) * added + copies.dims, layout.frame)
 
 
 def diagonal(node: fx.Node, arguments: Arguments) -> Layout:

@@ -77,6 +77,17 @@ def heads_first(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     ).transpose(1, 2)
 
 
+def copies(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Copies of rows, of tokens and of sequences, one after the other, as for experts that all run over all tokens."""
+    rows = x.reshape(-1, D)
+    scales = torch.sigmoid(rows[:, :3])  # one for each copy
+    y = torch.bmm((rows.repeat(3, 1) * scales.t().reshape(-1, 1)).view(3, -1, D), weight.repeat(3, D, 1)).sum(0)
+    y = y + (torch.cat([rows.sin(), rows.cos(), rows * weight]) * scales.T.flatten()[:, None]).view(3, -1, D).prod(0)
+    tokens = x.repeat(1, 2, 1, 1).view(x.shape[0], 2, -1, *x.shape[2:]) * weight[:2].view(2, 1, 1, 1)
+    sequences = torch.cat([x.tile(2, 1, 1, 1), x.sin().tile(2, 1, 1, 1)]).view(4, *x.shape)
+    return y.reshape(x.shape) + tokens.sum(1) + sequences.cumsum(0)[::2].tanh().sum(0)
+
+
 def program(of_heads: OfHeads) -> Callable[..., Any]:
     def run(m: WithTable, ids: torch.Tensor) -> Any:
         x = m.embedding(ids).unflatten(-1, (-1, D))
@@ -86,7 +97,7 @@ def program(of_heads: OfHeads) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("batch", [1, 5])
-@pytest.mark.parametrize("of_heads", [split, everything, merged_tokens, groups_of_heads, heads_first])
+@pytest.mark.parametrize("of_heads", [split, everything, merged_tokens, groups_of_heads, heads_first, copies])
 def test_rows_of_one_token_may_be_flattened_with_others(of_heads: OfHeads, batch: int) -> None:
     torch.compiler.reset()
     compare(program(of_heads), shared_ids(5, 9)[:batch], shared_ids(5, 4)[:batch])
@@ -105,6 +116,16 @@ def test_labels_of_several_heads_and_counts_of_choices() -> None:
     compare(run, shared_ids(5, 9), shared_ids(4, 4))
 
 
+def test_copies_of_windows_of_the_same_tokens_and_of_others() -> None:
+    def run(m: WithTable, ids: torch.Tensor) -> Any:
+        hidden = m.mix(m.embedding(ids))
+        later, sooner = hidden[:, 1:], hidden[:, :-1]
+        joined = torch.cat([later, later.sin()], 1), torch.cat([later, sooner], 1), sooner.cos().repeat(2, 2, 1)
+        return tuple(F.linear(rows, m.table[:8]) for rows in joined)
+
+    compare(run, shared_ids(5, 9), shared_ids(4, 4))
+
+
 def mixed_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, D).cumsum(0).reshape(x.shape)
 
@@ -113,8 +134,12 @@ def other_tokens(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x + x.reshape(x.shape[0], -1).softmax(-1).reshape(x.shape)
 
 
-@pytest.mark.parametrize("of_heads", [mixed_rows, other_tokens])
+def copies_for_tokens(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x + x.reshape(-1, D).repeat(2, 1).view(-1, 2, D).sum(1).view(x.shape)
+
+
+@pytest.mark.parametrize("of_heads", [mixed_rows, other_tokens, copies_for_tokens])
 def test_operators_along_flattened_rows_are_refused(of_heads: OfHeads) -> None:
     torch.compiler.reset()
-    with pytest.raises(RefusalError, match="along the token axis"):
+    with pytest.raises(RefusalError, match=r"(along|across) the token axis"):
         torch.compile(program(of_heads), backend="dta", options=SMALL_CHUNKS)(WithTable(), shared_ids())

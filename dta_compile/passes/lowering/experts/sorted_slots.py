@@ -474,9 +474,12 @@ def _drop_checks_of_numbers(graph: fx.Graph) -> None:
 
 def _find_size(node: fx.Node) -> None:
     """Recompute the sizes of a value that depend on data, where those of its arguments no longer do."""
-    value = node.meta["val"]
+    if is_item(node):
+        node.meta["val"] = node.args[0].meta["val"][node.args[1]]
+        return
+    results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
     arguments = [arg.meta["val"] for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
-    if not isinstance(value, torch.Tensor) or not any(map(_of_data, value.shape)) or not arguments:
+    if not any(isinstance(one, torch.Tensor) and any(map(_of_data, one.shape)) for one in results) or not arguments:
         return
     if any(_of_data(size) for one in arguments for size in one.shape) or node.target is aten.nonzero.default:
         return

@@ -9,8 +9,9 @@ from torch import nn
 
 import dta_compile
 from dta_compile.errors import RefusalError
+from tests.support.helpers import EXACT, Batch, distances, ids_only, measure, random_loss
 from tests.support.spellings import HEADS, KV_HEADS, LONGEST, OPTIONS, SPELLINGS, WrittenLM, by_heads
-from tests.support.tiny import WIDTH, TinyLM, after, assert_same, log_probs, shared_ids, weighted
+from tests.support.tiny import VOCABULARY, WIDTH, TinyLM, after, assert_same, log_probs, shared_ids, weighted
 
 
 def assert_equals_eager(model, *args, **options):
@@ -104,6 +105,26 @@ def with_alibi(model, q, k, v, pairs):  # BLOOM
 def test_what_is_done_to_scores():
     ways = with_a_buffer, gated, with_sinks, with_sinks_in_front, with_a_scale_a_head, with_alibi
     assert_equals_eager(WrittenLM(*ways), shared_ids(4, 9))
+
+
+def by_key_in_more_digits(model, q, k, v, pairs):  # MPT
+    q, k, v = by_heads(*(t.to(model.dtype) for t in (q, k, v)))
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    far = 0.7 ** torch.arange(1, HEADS + 1)[:, None, None] * torch.arange(-2000, q.shape[2] - 2000)
+    scores = (q @ k.mT * 0.5 + far).masked_fill(later, -1e30)
+    return (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2).double()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_bias_of_keys_is_not_rounded_to_their_digits(dtype):
+    torch._dynamo.reset()
+    model, batch = WrittenLM(by_key_in_more_digits), Batch(shared_ids(4, 9))
+    loss, compiled = random_loss(batch, VOCABULARY), torch.compile(model, backend="dta", options=OPTIONS)
+    model.dtype = torch.float64
+    exact = measure(model, model, batch, loss, ids_only)
+    model.dtype = dtype
+    eager, ours = (distances(measure(run, model, batch, loss, ids_only), exact) for run in (model, compiled))
+    assert not {name: (ours[name], eager[name]) for name in ours if ours[name] > 2 * eager[name] + EXACT}
 
 
 def causal(scores):

@@ -359,18 +359,27 @@ class Rewrite:
     def _with_biases(
         self, query: fx.Node, keys: fx.Node, scale: float, biases: list[Arranged]
     ) -> tuple[fx.Node, fx.Node]:
-        """Return `[scale * query, 1]` and `[key, bias]`."""
+        """Return `[scale * query, 1]` and `[key, bias]`; a bias with more digits than keys is several features."""
         found = self.attention
         if found.scores.cap is not None:
             raise Mismatch("a bias of capped scores")
         dims = [found.batch, found.heads, [found.key], list[Factor]()]
         added = [self.arranger.arrange(bias, dims) for bias in biases]
-        bias = self._cast(
-            functools.reduce(functools.partial(self.call, aten.add.Tensor), added), keys.meta["val"].dtype
-        )
+        bias = self._parts(functools.reduce(functools.partial(self.call, aten.add.Tensor), added), keys)
         scaled = query if scale == 1 else self.call(aten.mul.Tensor, query, scale)
         one = self.call(aten.full_like.default, self.call(aten.slice.Tensor, query, 3, 0, 1), 1.0)
-        return self.call(aten.cat.default, [scaled, one], -1), self.call(aten.cat.default, [keys, bias], -1)
+        ones = [one] * len(bias)
+        return self.call(aten.cat.default, [scaled, *ones], -1), self.call(aten.cat.default, [keys, *bias], -1)
+
+    def _parts(self, value: fx.Node, like: fx.Node) -> list[fx.Node]:
+        """Return values in the dtype of `like` that add up to a value; three of 16 bits have the digits of float32."""
+        wide, dtype = value.meta["val"].dtype, like.meta["val"].dtype
+        parts = [self._cast(value, dtype)]
+        for _ in range(2 if wide.itemsize > dtype.itemsize == 2 else 0):
+            value = self.call(aten.sub.Tensor, value, self._cast(parts[-1], wide))
+            value = self.call(aten.masked_fill.Scalar, value, self.call(aten.isinf.default, parts[-1]), 0)
+            parts.append(self._cast(value, dtype))
+        return parts
 
     def _mask(self, dtype: torch.dtype) -> fx.Node | None:
         scores, key = self.attention.scores, self.attention.key

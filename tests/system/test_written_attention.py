@@ -131,6 +131,50 @@ def causal(scores):
     return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
 
 
+def by_exponentials(scores):
+    powers = torch.exp(scores - scores.max(-1, keepdim=True).values)
+    return powers / powers.sum(-1, keepdim=True)
+
+
+def by_exponentials_of_both(scores):
+    scores = scores - scores.amax(-1, keepdim=True).detach()
+    return scores.exp() / scores.exp().sum(-1)[..., None]
+
+
+def by_masked_exponentials(scores):
+    powers = (scores - scores.detach().amax()).exp() * torch.ones(scores.shape[-2:]).tril()
+    return powers / powers.sum(-1, keepdim=True)
+
+
+def by_filled_exponentials(scores):
+    powers = scores.exp().masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), 0.0)
+    return powers / powers.sum(-1, keepdim=True)
+
+
+def by_logarithms(scores):
+    return torch.exp(scores - scores.logsumexp(-1, keepdim=True))
+
+
+def causal_scores(q, k):
+    scores = q @ k.mT * 0.5
+    return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+
+
+def test_softmaxes_that_are_written_out():
+    def way(weights, scores=causal_scores):
+        def attend(model, q, k, v, pairs):
+            q, k, v = by_heads(q, k, v)
+            return (weights(scores(q, k)) @ v).transpose(1, 2)
+
+        return attend
+
+    every = [by_exponentials, by_exponentials_of_both, by_logarithms, lambda scores: scores.log_softmax(-1).exp()]
+    ways = [way(one) for one in every]
+    ways += [way(one, lambda q, k: q @ k.mT) for one in (by_masked_exponentials, by_filled_exponentials)]
+    compiled = assert_equals_eager(WrittenLM(*ways), shared_ids(4, 9))
+    assert dta_compile.last_plan(compiled).stats.compression > 1
+
+
 def through_a_longer_cache(model, q, k, v, pairs):  # DeepSeek-V3
     batch, tokens = q.shape[:2]
     keys, values = (t.new_zeros(batch, LONGEST, *t.shape[2:]) for t in (k, v))
@@ -531,6 +575,30 @@ def hidden_at_other_places(model, q, k, v, pairs):
     return (causal(q @ k.mT) * window @ v).transpose(1, 2)
 
 
+def by_exponentials_over_more(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    powers = causal_scores(q, k).exp()
+    return (powers / (powers.sum(-1, keepdim=True) + 1) @ v).transpose(1, 2)
+
+
+def by_exponentials_over_queries(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    powers = causal_scores(q, k).exp()
+    return (powers / powers.sum(-2, keepdim=True) @ v).transpose(1, 2)
+
+
+def by_scaled_exponentials(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    powers = causal_scores(q, k).exp() * torch.full((q.shape[2], q.shape[2]), 2.0).tril(-2)
+    return (powers / powers.sum(-1, keepdim=True) @ v).transpose(1, 2)
+
+
+def by_exponentials_over_a_number(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    powers = causal_scores(q, k).exp()
+    return (powers / powers.sum(-1, keepdim=True).detach() @ v).transpose(1, 2)
+
+
 def by_sigmoid(model, q, k, v, pairs):
     q, k, v = by_heads(q, k, v)
     return ((q @ k.mT).sigmoid().tril() @ v).transpose(1, 2)
@@ -554,6 +622,10 @@ def by_sigmoid(model, q, k, v, pairs):
         (with_changed_weights, "mul.Tensor of the weights that a softmax gives"),
         (with_scores_that_are_added_later, "capped or masked already"),
         (hidden_at_other_places, "values other than 0 and -inf"),
+        (by_exponentials_over_more, "another function of products of activations than a softmax"),
+        (by_exponentials_over_queries, "other queries than keys"),
+        (by_exponentials_over_a_number, "another function of products of activations than a softmax"),
+        (by_scaled_exponentials, "values other than 0 and -inf"),
         (by_sigmoid, "another function of products of activations than a softmax"),
     ],
 )

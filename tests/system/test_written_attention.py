@@ -9,8 +9,9 @@ from torch import nn
 
 import dta_compile
 from dta_compile.errors import RefusalError
+from tests.support.helpers import EXACT, Batch, distances, ids_only, measure, random_loss
 from tests.support.spellings import HEADS, KV_HEADS, LONGEST, OPTIONS, SPELLINGS, WrittenLM, by_heads
-from tests.support.tiny import WIDTH, TinyLM, after, assert_same, log_probs, shared_ids, weighted
+from tests.support.tiny import VOCABULARY, WIDTH, TinyLM, after, assert_same, log_probs, shared_ids, weighted
 
 
 def assert_equals_eager(model, *args, **options):
@@ -106,8 +107,72 @@ def test_what_is_done_to_scores():
     assert_equals_eager(WrittenLM(*ways), shared_ids(4, 9))
 
 
+def by_key_in_more_digits(model, q, k, v, pairs):  # MPT
+    q, k, v = by_heads(*(t.to(model.dtype) for t in (q, k, v)))
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    far = 0.7 ** torch.arange(1, HEADS + 1)[:, None, None] * torch.arange(-2000, q.shape[2] - 2000)
+    scores = (q @ k.mT * 0.5 + far).masked_fill(later, -1e30)
+    return (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2).double()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_bias_of_keys_is_not_rounded_to_their_digits(dtype):
+    torch._dynamo.reset()
+    model, batch = WrittenLM(by_key_in_more_digits), Batch(shared_ids(4, 9))
+    loss, compiled = random_loss(batch, VOCABULARY), torch.compile(model, backend="dta", options=OPTIONS)
+    model.dtype = torch.float64
+    exact = measure(model, model, batch, loss, ids_only)
+    model.dtype = dtype
+    eager, ours = (distances(measure(run, model, batch, loss, ids_only), exact) for run in (model, compiled))
+    assert not {name: (ours[name], eager[name]) for name in ours if ours[name] > 2 * eager[name] + EXACT}
+
+
 def causal(scores):
     return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+
+
+def by_exponentials(scores):
+    powers = torch.exp(scores - scores.max(-1, keepdim=True).values)
+    return powers / powers.sum(-1, keepdim=True)
+
+
+def by_exponentials_of_both(scores):
+    scores = scores - scores.amax(-1, keepdim=True).detach()
+    return scores.exp() / scores.exp().sum(-1)[..., None]
+
+
+def by_masked_exponentials(scores):
+    powers = (scores - scores.detach().amax()).exp() * torch.ones(scores.shape[-2:]).tril()
+    return powers / powers.sum(-1, keepdim=True)
+
+
+def by_filled_exponentials(scores):
+    powers = scores.exp().masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), 0.0)
+    return powers / powers.sum(-1, keepdim=True)
+
+
+def by_logarithms(scores):
+    return torch.exp(scores - scores.logsumexp(-1, keepdim=True))
+
+
+def causal_scores(q, k):
+    scores = q @ k.mT * 0.5
+    return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+
+
+def test_softmaxes_that_are_written_out():
+    def way(weights, scores=causal_scores):
+        def attend(model, q, k, v, pairs):
+            q, k, v = by_heads(q, k, v)
+            return (weights(scores(q, k)) @ v).transpose(1, 2)
+
+        return attend
+
+    every = [by_exponentials, by_exponentials_of_both, by_logarithms, lambda scores: scores.log_softmax(-1).exp()]
+    ways = [way(one) for one in every]
+    ways += [way(one, lambda q, k: q @ k.mT) for one in (by_masked_exponentials, by_filled_exponentials)]
+    compiled = assert_equals_eager(WrittenLM(*ways), shared_ids(4, 9))
+    assert dta_compile.last_plan(compiled).stats.compression > 1
 
 
 def through_a_longer_cache(model, q, k, v, pairs):  # DeepSeek-V3
@@ -510,6 +575,30 @@ def hidden_at_other_places(model, q, k, v, pairs):
     return (causal(q @ k.mT) * window @ v).transpose(1, 2)
 
 
+def by_exponentials_over_more(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    powers = causal_scores(q, k).exp()
+    return (powers / (powers.sum(-1, keepdim=True) + 1) @ v).transpose(1, 2)
+
+
+def by_exponentials_over_queries(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    powers = causal_scores(q, k).exp()
+    return (powers / powers.sum(-2, keepdim=True) @ v).transpose(1, 2)
+
+
+def by_scaled_exponentials(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    powers = causal_scores(q, k).exp() * torch.full((q.shape[2], q.shape[2]), 2.0).tril(-2)
+    return (powers / powers.sum(-1, keepdim=True) @ v).transpose(1, 2)
+
+
+def by_exponentials_over_a_number(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    powers = causal_scores(q, k).exp()
+    return (powers / powers.sum(-1, keepdim=True).detach() @ v).transpose(1, 2)
+
+
 def by_sigmoid(model, q, k, v, pairs):
     q, k, v = by_heads(q, k, v)
     return ((q @ k.mT).sigmoid().tril() @ v).transpose(1, 2)
@@ -533,6 +622,10 @@ def by_sigmoid(model, q, k, v, pairs):
         (with_changed_weights, "mul.Tensor of the weights that a softmax gives"),
         (with_scores_that_are_added_later, "capped or masked already"),
         (hidden_at_other_places, "values other than 0 and -inf"),
+        (by_exponentials_over_more, "another function of products of activations than a softmax"),
+        (by_exponentials_over_queries, "other queries than keys"),
+        (by_exponentials_over_a_number, "another function of products of activations than a softmax"),
+        (by_scaled_exponentials, "values other than 0 and -inf"),
         (by_sigmoid, "another function of products of activations than a softmax"),
     ],
 )

@@ -30,6 +30,7 @@ from dta_compile.passes.lowering.attention.distances import Distances
 from dta_compile.passes.lowering.attention.factors import MOVES, Arranger, Mismatch
 from dta_compile.passes.lowering.attention.rewrite import CHANGES, Attention, Rewrite
 from dta_compile.passes.lowering.attention.scores import FLOORS
+from dta_compile.passes.lowering.attention.softmaxes import spell_softmaxes
 from dta_compile.passes.program import has_tensor, where
 from dta_compile.passes.symbols import sizes
 
@@ -51,6 +52,8 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
         is none. Nodes that were not replaced have their own reason in `meta["unrecognised"]`.
     """
     data = [node for node in graph.find_nodes(op="placeholder") if node not in weights and has_tensor(node)]
+    scores = _Search(descendants(graph, data))
+    spell_softmaxes(graph, lambda node: scores.path_to(node) is not None)
     search, arranger, refusal = _Search(descendants(graph, data)), Arranger(graph), None
     softmaxes = [node for node in graph.nodes if node.target is aten._softmax.default]
     paths = {node: path for node in softmaxes if (path := search.path_to(node)) is not None}

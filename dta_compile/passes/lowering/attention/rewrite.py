@@ -271,7 +271,7 @@ class Rewrite:
         slopes: Sequence[Arranged | float],
     ) -> tuple[fx.Node, fx.Node]:
         """Return query and keys with all features: `[-slope * q, slope, scale * query, further queries, 1]` and
-        `[1, k, keys, further keys, bias]`."""
+        `[1, k, keys, further keys, bias]`; a bias with more digits than keys is several features."""
         found, scores = self.attention, self.attention.scores
         if scores.cap is not None and (biases or slopes):
             raise Mismatch("a bias of capped scores")
@@ -286,8 +286,9 @@ class Rewrite:
         if biases:
             added = [self._column(bias, found.key) for bias in biases]
             bias = functools.reduce(functools.partial(self.call, aten.add.Tensor), added)
-            queries.append(ones)
-            every.append(cast(bias, keys.meta["val"].dtype))
+            parts = self._parts(bias, keys)
+            queries += [ones] * len(parts)
+            every += parts
         if slopes:
             features = self._of_distance(ones, slopes)
             queries, every = [*features[0], *queries], [*features[1], *every]
@@ -357,6 +358,16 @@ class Rewrite:
     def _column(self, value: Arranged, token: Factor) -> fx.Node:
         """Arrange a value as one feature `[B, H, S, 1]` of every query or key."""
         return self.arranger.arrange(value, [self.attention.batch, self.attention.heads, [token], list[Factor]()])
+
+    def _parts(self, value: fx.Node, like: fx.Node) -> list[fx.Node]:
+        """Return values in the dtype of `like` that add up to a value; three of 16 bits have the digits of float32."""
+        wide, dtype = value.meta["val"].dtype, like.meta["val"].dtype
+        parts = [cast(value, dtype)]
+        for _ in range(2 if wide.itemsize > dtype.itemsize == 2 else 0):
+            value = self.call(aten.sub.Tensor, value, cast(parts[-1], wide))
+            value = self.call(aten.masked_fill.Scalar, value, self.call(aten.isinf.default, parts[-1]), 0)
+            parts.append(cast(value, dtype))
+        return parts
 
     def _mask(self, dtype: torch.dtype) -> fx.Node | None:
         scores, key = self.attention.scores, self.attention.key

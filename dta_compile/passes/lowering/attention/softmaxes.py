@@ -1,0 +1,89 @@
+"""Replace a softmax of scores that is written out by the operator, so that `recognise` sees it.
+
+    exp(x) / exp(x).sum(dim, keepdim=True)                softmax(x, dim); x may be `scores - scores.amax(...)`
+    exp(x - x.logsumexp(dim, keepdim=True))               the same
+    exp(x.log_softmax(dim))                               the same
+    y = exp(x) * mask; y / y.sum(dim, keepdim=True)       softmax(x where the mask is not zero, else -inf) * mask
+
+That the mask is one where it is not zero is proven with the attention (`Scores.gates`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile.passes.graphs.nodes import call
+from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, KEEP_ORDER, MASKED_FILLS
+from dta_compile.passes.lowering.attention.factors import number_of
+from dta_compile.passes.program import has_tensor
+from dta_compile.passes.symbols import sizes
+
+aten = torch.ops.aten
+
+
+def spell_softmaxes(graph: fx.Graph, are_scores: Callable[[fx.Node], bool]) -> None:
+    """Replace written-out softmaxes of values for which `are_scores` holds."""
+    for node in list(graph.nodes):
+        if node.target not in (aten.exp.default, aten.div.Tensor):
+            continue
+        with graph.inserting_before(node):
+            new = _of_logarithm(node, are_scores) or _of_quotient(node, are_scores)
+        if new is not None and new.meta["val"].dtype is node.meta["val"].dtype:
+            new.meta = {**node.meta, "val": new.meta["val"]}
+            node.replace_all_uses_with(new)
+
+
+def _of_logarithm(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.Node | None:
+    """Return the softmax that the exponential of a log-softmax is."""
+    if node.target is not aten.exp.default:
+        return None
+    log, dim = node.args[0], None
+    if log.target is aten._log_softmax.default:
+        dim = log.args[1]
+    elif log.target is aten.sub.Tensor:
+        dim = _reduced_along(log, aten.logsumexp.default)
+    if dim is None or not are_scores(log.args[0]):
+        return None
+    return call(node.graph, aten._softmax.default, log.args[0], dim, False)
+
+
+def _of_quotient(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.Node | None:
+    """Return the softmax that exponentials are, divided by their sum."""
+    if node.target is not aten.div.Tensor or (dim := _reduced_along(node, aten.sum.dim_IntList)) is None:
+        return None
+    graph, powers, factor, hidden = node.graph, node.args[0], None, None
+    if powers.target is aten.mul.Tensor and all(isinstance(arg, fx.Node) and has_tensor(arg) for arg in powers.args):
+        one, other = powers.args
+        powers, factor = (one, other) if one.target is aten.exp.default else (other, one)
+    elif powers.target in MASKED_FILLS and number_of(powers.args[2]) == 0:
+        powers, hidden = powers.args[:2]
+    if powers.target is not aten.exp.default or not are_scores(powers.args[0]):
+        return None
+    scores = powers.args[0]
+    if factor is not None:
+        hidden = call(graph, aten.eq.Scalar, factor, 0)
+    if hidden is not None:
+        scores = call(graph, aten.masked_fill.Scalar, scores, hidden, -math.inf)
+    weights = call(graph, aten._softmax.default, scores, dim, False)
+    return weights if factor is None else call(graph, aten.mul.Tensor, weights, factor)
+
+
+def _reduced_along(node: fx.Node, reduction: Any) -> int | None:
+    """Return the dimension along which the second operand of a node reduces the first one; None: it does not."""
+    value, total = node.args[:2]
+    if not isinstance(total, fx.Node) or not has_tensor(total) or node.kwargs:
+        return None
+    shape = sizes(total)
+    while total.target in KEEP_ORDER | DIFFERENTIABLE_COPIES:
+        total = total.args[0]
+    if total.target is not reduction or "dtype" in total.kwargs or len(total.args[1] or ()) != 1:
+        return None
+    reduced, dim = total.args[0], total.args[1][0] % len(sizes(value))
+    is_kept = shape == (*sizes(value)[:dim], 1, *sizes(value)[dim + 1 :])
+    is_same = reduced is value or (reduced.target, reduced.args) == (value.target, value.args)
+    return dim if is_kept and is_same and reduced.kwargs == value.kwargs else None

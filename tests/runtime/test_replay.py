@@ -87,6 +87,7 @@ def test_later_steps_are_replayed_and_equal(model, compiled, sequences, strategy
     assert "runs replayed, 0 not" in str(dta_compile.last_plan(compiled))
 
 
+@pytest.mark.slow
 def test_blocks_of_tokens_that_attend_to_each_other():
     model = BlockLM()
     compiled = compile_with(model)

@@ -50,7 +50,8 @@ def test_images_are_encoded_once_and_shared(name):
     assert "4 images (or other media), 2 different" in check(name, compiled, model, OTHER_ROWS)[1]
 
 
-@pytest.mark.parametrize("attention", ["eager", pytest.param("dta", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["eager", "dta"])
 def test_images_whose_tokens_attend_to_each_other(attention):
     model = build("gemma3", attention=attention)
     compiled = torch.compile(model, backend="dta", options={"chunk_size": 3, "codegen": "eager"})

@@ -34,6 +34,8 @@ from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew,
 from torch._dynamo.variables.invoke_subgraph import InputFingerprint, InputTag, LiftedCapturedSource, classify_vt
 from torch._guards import Source
 
+from dta_compile.passes.symbols import expression
+
 IS_ONE = "DUPLICATE_INPUT"  # guard that two sources are one object
 OF_TENSOR = "TENSOR_MATCH"  # not copied, because each tensor gets its own
 OF_CONSTANT = frozenset({"EQUALS_MATCH", "CONSTANT_MATCH"})
@@ -110,7 +112,7 @@ class Traced:
     """Conditions for reusing the trace of a call, beyond those of torch.
 
     Attributes:
-        arguments: aliasing among arguments, which of them are graph inputs, and exact constants.
+        arguments: sizes of arguments, aliasing among them, which of them are graph inputs, and exact constants.
         state: global state of torch.
         names: pairs of sources of one object.
         asked: (source, handler, expected value) of the guards in torch's own condition.
@@ -159,8 +161,15 @@ class Traced:
             guards=tuple(guard for guard in guards if guard.create_fn_name() != OF_TENSOR),
         )
 
+    def has_arguments_of(self, call: OtherCall) -> bool:
+        """Return whether the arguments are alike, their sizes by symbols.
+
+        torch compares sizes by their values, so that `[S, S]` and `[B, 1, S, S]` would differ by a guard that B != S.
+        """
+        return self.arguments == _arguments(call.fingerprint)
+
     def holds(self, call: OtherCall) -> bool:
-        """Return whether the trace is valid for this call.
+        """Return whether the trace is valid for this call, whose arguments are alike.
 
         Raises:
             NoRegion: it is valid for no other call.
@@ -170,7 +179,7 @@ class Traced:
             return False
         if not all(isinstance(value, torch.Tensor) for _, value in _values_of(resolve, call.captured)):
             raise NoRegion  # a number that is a tensor input of the graph
-        if self.arguments != _arguments(call.fingerprint) or self.state != _state(tx):
+        if self.state != _state(tx):
             return False
         written = _written(tx.output.side_effects)
         try:
@@ -245,7 +254,8 @@ def _arguments(fingerprint: Any) -> Hashable:
     for tag, value in fingerprint.flat_vts:
         if tag in (InputTag.TENSOR, InputTag.SYMNODE):
             node = value.as_proxy().node
-            rows.append((numbers.setdefault(node, len(numbers)), node if node.op == "placeholder" else None))
+            sizes = tuple(map(expression, getattr(node.meta.get("example_value"), "shape", ())))
+            rows.append((numbers.setdefault(node, len(numbers)), node if node.op == "placeholder" else None, sizes))
         else:
             rows.append(_exact(value.value) if tag is InputTag.CONSTANT else None)
     return tuple(rows)

@@ -161,7 +161,7 @@ def _if_ours_holds(is_reusable: Callable[..., bool]) -> Callable[..., bool]:
             return is_reusable(tx, condition, fingerprint, cached)
         call = OtherCall(tx, fingerprint, cached)
         read = type(condition.traced_sources)(map(call.moved, condition.traced_sources))
-        if torch_regions.has_mutated_vars(tx, read):
+        if torch_regions.has_mutated_vars(tx, read) or not condition.of_dta.has_arguments_of(call):
             return False
         of_arguments = dataclasses.replace(condition, guards=[], traced_sources=type(read)())
         cached.of_dta = condition.of_dta, call

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import compilation_time_metrics
 
+from tests.support.tiny import TinyLM
+
 REUSED = "invoke_subgraph_reuse_stamp_out"
 
 pytestmark = pytest.mark.skipif(
@@ -424,3 +426,18 @@ def test_hooks_that_come_later_are_called():
     assert_same(net, compiled, x)
     handle.remove()
     assert_same(net, compiled, x)
+
+
+def test_masks_of_other_ranks_leave_sizes_apart():
+    """A comparison of `[S, S]` with `[B, 1, S, S]` by values would leave a guard that B is not S."""
+    model = TinyLM()
+
+    def function(ids, real):
+        causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+        x = model.blocks[0](model.embedding(ids), causal)
+        return model.head(model.blocks[1](x, causal & real[:, None, None, :]))
+
+    compiled = torch.compile(function, backend="dta", options={"chunk_size": 4})
+    for rows, columns in ((3, 7), (4, 9), (5, 5)):
+        ids = torch.arange(rows * columns).view(rows, columns) % 5
+        torch.testing.assert_close(compiled(ids, ids >= 0), function(ids, ids >= 0), rtol=0, atol=1e-9)

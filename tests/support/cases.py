@@ -134,3 +134,22 @@ def check_transparent(model, compiled, case, chosen, loss):
     actual = after(model, lambda: step(compiled(*case.arguments)))
     check_plan(compiled, case, chosen, "transparent")
     assert_same(actual, after(model, lambda: step(reference(model, case))))
+
+
+def check_streaming(model, compiled, case, chosen):
+    """A streaming step equals the reference: losses of every row and gradients of all parameters."""
+    weights = weights_like(torch.zeros(*case.ids.shape, 31, dtype=torch.float64))
+
+    def loss_of_row(row, logits):
+        return (torch.where(case.mask[row, :, None], logits.log_softmax(-1), 0.0) * weights[row]).sum()
+
+    def eager():
+        losses = [loss_of_row(row, logits) for row, logits in enumerate(reference(model, case))]
+        sum(losses).backward()
+        return [loss.detach() for loss in losses]
+
+    dta_compile.streaming_step(compiled, lambda row, logits: logits.sum() * 0, torch.zeros(3, 5, dtype=torch.int64))
+    with_options(compiled, chosen)
+    actual = after(model, lambda: dta_compile.streaming_step(compiled, loss_of_row, *case.arguments))
+    check_plan(compiled, case, chosen, "streaming")
+    assert_same(actual, after(model, eager))

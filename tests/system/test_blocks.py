@@ -9,7 +9,7 @@ import dta_compile
 from dta_compile.errors import RefusalError, RuntimeContractError
 from dta_compile.options import Options
 from tests.support.blocks import IMAGE, WINDOW, BlockLM, cases, make
-from tests.support.cases import LOSSES, QUICK, check_plan, check_transparent, options, reference, with_options
+from tests.support.cases import LOSSES, QUICK, check_streaming, check_transparent, options
 from tests.support.tiny import TinyLM, after, assert_same, weights_like
 
 
@@ -33,21 +33,7 @@ def test_forward_and_backward(model, compiled, case, chosen, loss):
 @settings(max_examples=20, **QUICK)
 @given(case=cases, chosen=options)
 def test_streaming(model, compiled, case, chosen):
-    weights = weights_like(torch.zeros(*case.ids.shape, 31, dtype=torch.float64))
-
-    def loss_of_row(row, logits):
-        return (torch.where(case.mask[row, :, None], logits.log_softmax(-1), 0.0) * weights[row]).sum()
-
-    def eager():
-        losses = [loss_of_row(row, logits) for row, logits in enumerate(reference(model, case))]
-        sum(losses).backward()
-        return [loss.detach() for loss in losses]
-
-    dta_compile.streaming_step(compiled, lambda row, logits: logits.sum() * 0, torch.zeros(3, 5, dtype=torch.int64))
-    with_options(compiled, chosen)
-    actual = after(model, lambda: dta_compile.streaming_step(compiled, loss_of_row, *case.arguments))
-    check_plan(compiled, case, chosen, "streaming")
-    assert_same(actual, after(model, eager))
+    check_streaming(model, compiled, case, chosen)
 
 
 def test_a_block_that_differs_in_its_last_token_is_another_from_its_first(model, compiled):

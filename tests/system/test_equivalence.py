@@ -13,6 +13,7 @@ from tests.support.cases import (
     cases,
     chain,
     check_plan,
+    check_streaming,
     check_transparent,
     fan,
     make_case,
@@ -20,7 +21,7 @@ from tests.support.cases import (
     reference,
     with_options,
 )
-from tests.support.tiny import TinyLM, after, assert_same, gradients, log_probs, shared_ids, weights_like
+from tests.support.tiny import TinyLM, after, assert_same, gradients, log_probs, shared_ids
 
 
 @pytest.fixture(scope="module")
@@ -48,24 +49,6 @@ MANY = {**QUICK, "max_examples": 250, "derandomize": False}
 @given(case=cases, chosen=options, loss=st.sampled_from(sorted(LOSSES)))
 def test_many_batches(model, compiled, case, chosen, loss):
     check_transparent(model, compiled, case, chosen, loss)
-
-
-def check_streaming(model, compiled, case, chosen):
-    weights = weights_like(torch.zeros(*case.ids.shape, 31, dtype=torch.float64))
-
-    def loss_of_row(row, logits):
-        return (torch.where(case.mask[row, :, None], logits.log_softmax(-1), 0.0) * weights[row]).sum()
-
-    def eager():
-        losses = [loss_of_row(row, logits) for row, logits in enumerate(reference(model, case))]
-        sum(losses).backward()
-        return [loss.detach() for loss in losses]
-
-    dta_compile.streaming_step(compiled, lambda row, logits: logits.sum() * 0, torch.zeros(3, 5, dtype=torch.int64))
-    with_options(compiled, chosen)
-    actual = after(model, lambda: dta_compile.streaming_step(compiled, loss_of_row, *case.arguments))
-    check_plan(compiled, case, chosen, "streaming")
-    assert_same(actual, after(model, eager))
 
 
 @settings(max_examples=30, **QUICK)

@@ -184,7 +184,7 @@ class _Choice:
         elif target in PRODUCTS and self.is_positive and (weights := self._weights_of(node)) is not None:
             if self.weights is not None or scores.is_changed:
                 raise Mismatch("several weights of index scores, or weights of masked ones")
-            self.weights = scores._beside(weights, node)
+            self.weights = scores.beside(weights, node)
         else:
             scores.follow(node, self.source)
         if scores.scale <= 0 or scores.cap is not None or (self.is_positive and scores.by):

@@ -167,7 +167,7 @@ class Scores:
         if self.is_changed or self.further:
             raise Mismatch("a scale of several numbers for scores that are capped or masked already")
         target = aten.div.Tensor if is_quotient else aten.mul.Tensor
-        self.by.append((target, self._beside(other, node) if has_tensor(other) else other))
+        self.by.append((target, self.beside(other, node) if has_tensor(other) else other))
 
     def _add(self, node: fx.Node, source: fx.Node) -> None:
         other = self._other(node, source)
@@ -184,7 +184,7 @@ class Scores:
             return
         if node.target in (aten.sub.Tensor, aten.sub.Scalar):
             other = call(node.graph, aten.neg.default, other)
-        (self.masks if self.sinks is None else self.constant).append(self._beside(other, node))
+        (self.masks if self.sinks is None else self.constant).append(self.beside(other, node))
 
     @property
     def is_changed(self) -> bool:
@@ -214,11 +214,11 @@ class Scores:
             forbids = call(graph, aten.le.Scalar, filler, FORBIDDEN)
             never = call(graph, aten.where.self, forbids, filler, wrong)  # no valid mask contains 1.0
             parts = (never, none) if fills_where_true else (none, never)
-            self.masks.append(self._beside(call(graph, aten.where.self, condition, *parts), node))
+            self.masks.append(self.beside(call(graph, aten.where.self, condition, *parts), node))
             return
         self._forbid(number - self.shift)
         allowed = call(graph, aten.logical_not.default, condition) if fills_where_true else condition
-        self.masks.append(self._beside(allowed, node))
+        self.masks.append(self.beside(allowed, node))
 
     def _forbid(self, filler: float) -> None:
         """Note a number that replaces scores, less their shift; raises `Mismatch` if it does not hide keys."""
@@ -268,7 +268,7 @@ class Scores:
                 unify(one, other)
         self.sinks = sinks
 
-    def _beside(self, node: fx.Node, result: fx.Node) -> Arranged:
+    def beside(self, node: fx.Node, result: fx.Node) -> Arranged:
         """Return the other operand of a node on scores; raises `Mismatch` if `result` is larger than the scores."""
         if len(result.meta["val"].shape) != len(self.dims):
             raise Mismatch("scores that are repeated")

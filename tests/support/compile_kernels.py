@@ -65,20 +65,23 @@ def main() -> None:
                 for name in kernel.arg_names
             }
             print(f"{dtype}:", compiled(kernel, signature, {**constants, **precision}, {}))
-    for dtype, scaled, mean, chosen, labels in (
-        ("bf16", False, False, 1, 1),
-        ("bf16", True, True, 3, 4),
-        ("fp32", True, False, 0, 0),
-        ("fp32", False, True, 40, 64),
+    for dtype, scaled, capped, mean, chosen, labels in (
+        ("bf16", False, False, False, 1, 1),
+        ("bf16", True, True, True, 3, 4),
+        ("fp32", True, False, False, 0, 0),
+        ("fp32", False, True, True, 40, 64),
     ):
-        constants = {"SCALED": scaled, "MEAN": mean, "CHOSEN": chosen, "LABELS": labels, "COLUMNS": by_kernels.COLUMNS}
+        constants = {"SCALED": scaled, "CAPPED": capped, "MEAN": mean, "TOTAL": capped, "BEST": capped}
+        constants |= {"CHOSEN": chosen, "LABELS": labels, "COLUMNS": by_kernels.COLUMNS}
         for kernel in (head_kernels.update_kernel, head_kernels.gradient_kernel):
-            numbers = dict.fromkeys(("logits_row", "columns", "start", "temperature_row"), "i32")
-            kinds = {"logits": f"*{dtype}", "labels": "*i64", **numbers, **dict.fromkeys(constants, "constexpr")}
+            numbers = dict.fromkeys(("logits_row", "columns", "start", "temperature_row", "outer_row"), "i32")
+            indices = dict.fromkeys(("labels", "best"), "*i64")
+            kinds = {"logits": f"*{dtype}", **indices, **numbers, **dict.fromkeys(constants, "constexpr")}
             signature = {name: kinds.get(name, "*fp32") for name in kernel.arg_names}
             aligned = ("logits", "logits_row", "columns")  # as the specialisation at a call finds them
             options = {"num_warps": by_kernels.WARPS}
-            print(f"{dtype} {chosen}:", compiled(kernel, signature, constants, options, aligned))
+            own = {name: value for name, value in constants.items() if name in kernel.arg_names}
+            print(f"{dtype} {chosen}:", compiled(kernel, signature, own, options, aligned))
 
 
 def compiled(kernel, signature: dict, constants: dict, options: dict, aligned: tuple[str, ...] = ()) -> str:

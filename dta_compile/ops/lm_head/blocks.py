@@ -2,8 +2,9 @@
 
 The forward is an online softmax (Milakov and Gimelshein, 2018): it keeps each row's largest logit m, the sum s of
 `exp(z - m)` and, for the mean, the sum t of `exp(z - m) * (z - m)`, and rescales them when a block raises m. Then
-`log_sum = log(s)` and `mean = t / s`. An infinite m is replaced by 0. The backward recomputes the logits of every
-block. On a GPU the steps after a matrix product are one kernel (`by_kernels`).
+`log_sum = log(s)` and `mean = t / s`. An infinite m is replaced by 0. The sum and the index of m are kept as they are.
+The backward recomputes the logits of every block. On a GPU the steps after a matrix product are one kernel
+(`by_kernels`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.library import LIBRARY
 from dta_compile.ops.lm_head import by_kernels
-from dta_compile.ops.lm_head.operators import Backward, Forward, Head, Results, block_columns
+from dta_compile.ops.lm_head.operators import Backward, Forward, Further, Head, Results, block_columns
 from dta_compile.ops.products import add_product
 
 
@@ -38,9 +39,10 @@ class _Blocks(Head):
         return F.linear(self.hidden, self.block_weight(block), bias)
 
     def logits(self, block: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Return the logits of a block, cast to `dtype` and scaled."""
+        """Return the logits of a block in `dtype`, scaled and capped."""
         logits = self.product(block).to(dtype)
-        return logits if self.temperature is None else logits.div_(self.temperature)
+        logits = logits if self.temperature is None else logits.div_(self.temperature)
+        return logits if self.outer is None else logits.tanh_().div_(self.outer)
 
     def label_columns(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Return which labels are in a block, `[rows, K]` bool, and their columns (0 for others)."""
@@ -50,53 +52,66 @@ class _Blocks(Head):
 
 
 class _Running(NamedTuple):
-    """Running statistics of the forward: logits of labels `[rows, K]`, and m, s and t `[rows, 1]`."""
+    """Running statistics of the forward: logits of labels `[rows, K]`, and m, s, t, sums and argmax `[rows, 1]`."""
 
     logit: torch.Tensor
     largest: torch.Tensor
     exps: torch.Tensor
     products: torch.Tensor
+    total: torch.Tensor
+    best: torch.Tensor
 
 
 def linear_log_prob(*arguments: Any) -> Results:
     """Implement `dta::linear_log_prob`."""
-    operands, wants_mean, dtype = Forward.of(arguments)
-    hidden, weight, _, _, labels = operands
+    operands, further, dtype = Forward.of(arguments)
+    hidden, weight, labels = operands.hidden, operands.weight, operands.labels
     rows, chosen = hidden.shape[0], 0 if labels is None else labels.shape[1]
     if labels is not None:
         in_range = (labels >= 0) & (labels < weight.shape[0])
         torch._assert_async(in_range.all(), "a label is outside of the vocabulary")
     logit = hidden.new_zeros((rows, chosen), dtype=dtype)
-    exps, products = hidden.new_zeros((2, rows, 1), dtype=dtype)
-    running = _Running(logit, hidden.new_full((rows, 1), -torch.inf, dtype=dtype), exps, products)
+    exps, products, total = hidden.new_zeros((3, rows, 1), dtype=dtype)
+    largest, best = hidden.new_full((rows, 1), -torch.inf, dtype=dtype), hidden.new_zeros((rows, 1), dtype=torch.int64)
+    running = _Running(logit, largest, exps, products, total, best)
     has_kernel = by_kernels.fits(operands, dtype)
     head = _Blocks(*(by_kernels.with_dense_rows(operands) if has_kernel else operands))
     for block in head.blocks():
         if has_kernel:
-            by_kernels.update_(head.product(block), block.start, head, *running, wants_mean)
+            by_kernels.update_(head.product(block), block.start, head, running, further)
         else:
-            running = _updated(running, head, block, wants_mean)
-    logit, largest, exps, products = running
+            running = _updated(running, head, block, further)
+    logit, largest, exps, products, total, best = running
     log_sum, base = exps.log(), _finite(largest)
-    mean = (products / exps)[:, 0] if wants_mean else hidden.new_empty((0,), dtype=dtype)
+    mean, total = products / exps, total - weight.shape[0] * base
+    rest = (
+        (value[:, 0] if asked else value.new_empty(0))
+        for value, asked in zip((mean, total, best), further, strict=True)
+    )
     # As in torch: where the sum is infinite, `logsumexp` is infinite and all of `log_softmax` is NaN.
     log_prob = ((logit - base) - log_sum).masked_fill_(log_sum.isinf(), torch.nan)
-    return Results(log_prob, logit, log_sum[:, 0], mean, base[:, 0])
+    mean, total, best = rest
+    return Results(log_prob, logit, log_sum[:, 0], mean, base[:, 0], total, best)
 
 
-def _updated(running: _Running, head: _Blocks, block: slice, wants_mean: bool) -> _Running:
+def _updated(running: _Running, head: _Blocks, block: slice, further: Further) -> _Running:
     """Return the statistics updated with one block."""
-    logit, largest, exps, products = running
+    logit, largest, exps, products, total, best = running
     logits = head.logits(block, exps.dtype)
     if head.labels is not None:
         inside, columns = head.label_columns(block)
         logit = torch.where(inside, logits.gather(1, columns), logit)
+    if further.total:
+        total = total + logits.sum(1, keepdim=True)
+    if further.best:
+        top, column = logits.max(1, keepdim=True)
+        best = torch.where(top > largest, column + block.start, best)
     new = torch.maximum(largest, logits.amax(1, keepdim=True))
     base = _finite(new)
     drop = largest - base
     rescale = drop.exp()
     logits.sub_(base)
-    if wants_mean:
+    if further.mean:
         # Before the first block with finite logits the drop is infinite and the sums are zero. A drop may be as large
         # as the dtype allows, so it is multiplied by `rescale` first.
         products = torch.where(exps > 0, products * rescale + exps * (drop * rescale), products)
@@ -104,7 +119,7 @@ def _updated(running: _Running, head: _Blocks, block: slice, wants_mean: bool) -
         products += logits.mul_(block_exps).sum(1, keepdim=True)
     else:
         block_exps = logits.exp_()
-    return _Running(logit, new, exps * rescale + block_exps.sum(1, keepdim=True), products)
+    return _Running(logit, new, exps * rescale + block_exps.sum(1, keepdim=True), products, total, best)
 
 
 def _finite(largest: torch.Tensor) -> torch.Tensor:
@@ -137,8 +152,10 @@ def linear_log_prob_backward_(*arguments: Any) -> torch.Tensor:
 
 def _gradient(head: _Blocks, block: slice, call: Backward) -> torch.Tensor:
     """Return the gradient of a block's unscaled logits, in the dtype of the matrix product."""
-    _, log_sum, mean, largest, of_labels, of_log_sum, of_mean, _ = call
-    grad = head.logits(block, log_sum.dtype).sub_(largest[:, None])
+    _, log_sum, mean, largest, of_labels, of_log_sum, of_mean, of_total, _ = call
+    grad = head.logits(block, log_sum.dtype)
+    slope = None if head.outer is None else 1 - (grad * head.outer).square_()
+    grad.sub_(largest[:, None])
     if mean is None or of_mean is None:
         grad.sub_(log_sum[:, None]).exp_().mul_(of_log_sum[:, None])
     else:
@@ -148,6 +165,10 @@ def _gradient(head: _Blocks, block: slice, call: Backward) -> torch.Tensor:
     if of_labels is not None:
         inside, columns = head.label_columns(block)
         grad.scatter_add_(1, columns, of_labels.masked_fill(~inside, 0))
+    if of_total is not None:
+        grad.add_(of_total[:, None])
+    if slope is not None:
+        grad.mul_(slope).div_(head.outer)
     if head.temperature is not None:
         grad.div_(head.temperature)
     return grad.to(head.hidden.dtype)

@@ -6,51 +6,49 @@ of the product, and the backward overwrites it with the gradient.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from dta_compile.ops import triton_use
-from dta_compile.ops.lm_head.operators import Backward, Head
+from dta_compile.ops.lm_head.operators import Backward, Further, Head
 
 COLUMNS, WARPS = 4096, 8  # of a row at a time
 
 
 def fits(head: Head, dtype: torch.dtype) -> bool:
     """Return whether the kernels support a head with statistics in `dtype`; its tensors may be FakeTensors."""
-    hidden, by = head.hidden, head.temperature
-    takes_temperature = by is None or (by.device == hidden.device and by.dtype is torch.float32)
-    return takes_temperature and dtype is torch.float32 and triton_use.runs_kernels(hidden)
+    hidden, scales = head.hidden, (head.temperature, head.outer)
+    takes_scales = all(by is None or (by.device == hidden.device and by.dtype is torch.float32) for by in scales)
+    return takes_scales and dtype is torch.float32 and triton_use.runs_kernels(hidden)
 
 
 def with_dense_rows(head: Head) -> Head:
-    """Return the head with contiguous labels and temperatures."""
-    return head._replace(temperature=_dense(head.temperature), labels=_dense(head.labels))
+    """Return the head with contiguous labels and scales."""
+    return head._replace(temperature=_dense(head.temperature), labels=_dense(head.labels), outer=_dense(head.outer))
 
 
 def gradient_operands(call: Backward) -> Backward:
-    """Return the call with contiguous labels, temperatures, statistics and gradients."""
+    """Return the call with contiguous labels, scales, statistics and gradients."""
     dense: dict[str, Any] = {
         name: _dense(value) for name, value in call._asdict().items() if name not in ("head", "wanted")
     }
     return call._replace(head=with_dense_rows(call.head), **dense)
 
 
-def update_(
-    logits: torch.Tensor,
-    start: int,
-    head: Head,
-    logit: torch.Tensor,
-    largest: torch.Tensor,
-    exps: torch.Tensor,
-    products: torch.Tensor,
-    wants_mean: bool,
-) -> None:
-    """Update the statistics of each row with the block of logits `[rows, columns]` that starts at column `start`."""
+def update_(logits: torch.Tensor, start: int, head: Head, running: Sequence[torch.Tensor], further: Further) -> None:
+    """Update the statistics of each row, in the order of `blocks`, with a block of logits.
+
+    Args:
+        logits: `[rows, columns]`.
+        start: the first of its columns in the vocabulary.
+    """
     from dta_compile.ops.lm_head.kernels import update_kernel
 
-    tensors = (logits, *_or(largest, head.temperature, head.labels), logit, largest, exps, products)
-    update_kernel[(len(logits),)](*tensors, *_numbers(logits, start, head), **_constants(head, wants_mean))
+    tensors = (logits, *_or(running[0], head.temperature, head.outer, head.labels), *running)
+    flags = {"TOTAL": further.total, "BEST": further.best}
+    update_kernel[(len(logits),)](*tensors, *_numbers(logits, start, head), **_constants(head, further.mean), **flags)
 
 
 def gradient_(logits: torch.Tensor, start: int, call: Backward) -> None:
@@ -59,20 +57,22 @@ def gradient_(logits: torch.Tensor, start: int, call: Backward) -> None:
 
     head, needs_mean = call.head, call.mean is not None and call.of_mean is not None
     head = head if call.of_labels is not None else head._replace(labels=None)
-    operands = (head.temperature, head.labels, call.of_labels, call.log_sum, call.mean, call.largest)
-    tensors = (logits, *_or(call.largest, *operands, call.of_log_sum, call.of_mean))
-    gradient_kernel[(len(logits),)](*tensors, *_numbers(logits, start, head), **_constants(head, needs_mean))
+    operands = (head.temperature, head.outer, head.labels, call.of_labels, call.log_sum, call.mean, call.largest)
+    tensors = (logits, *_or(call.largest, *operands, call.of_log_sum, call.of_mean, call.of_total))
+    constants = {**_constants(head, needs_mean), "TOTAL": call.of_total is not None}
+    gradient_kernel[(len(logits),)](*tensors, *_numbers(logits, start, head), **constants)
 
 
 def _numbers(logits: torch.Tensor, start: int, head: Head) -> tuple[int, ...]:
-    is_one = head.temperature is None or head.temperature.numel() == 1
-    return logits.stride(0), logits.shape[1], start, 0 if is_one else 1
+    by_row = (0 if by is None or by.numel() == 1 else 1 for by in (head.temperature, head.outer))
+    return logits.stride(0), logits.shape[1], start, *by_row
 
 
 def _constants(head: Head, wants_mean: bool) -> dict[str, Any]:
     chosen = 0 if head.labels is None else head.labels.shape[1]
     return {
         "SCALED": head.temperature is not None,
+        "CAPPED": head.outer is not None,
         "MEAN": wants_mean,
         "CHOSEN": chosen,
         "LABELS": 1 << (chosen - 1).bit_length() if chosen else 0,

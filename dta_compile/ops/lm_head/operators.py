@@ -1,18 +1,22 @@
 """The opaque operators of a language-model head: `dta::linear_log_prob` and its backward operators.
 
-For logits `z = (hidden @ weight.T + bias) / temperature`, `[rows, V]`, the operator returns
+For logits `z = (hidden @ weight.T + bias) / temperature`, `[rows, V]`, or with a soft cap
+`z = tanh((hidden @ weight.T + bias) / temperature) / outer`, the operator returns
 
     log_prob   [rows, K]  `z[labels] - logsumexp(z)`
     logit      [rows, K]  `z[labels]`
     log_sum    [rows]     `logsumexp(z - largest)`
-    mean       [rows]     the expectation of `z - largest` (empty unless asked for): the entropy is `log_sum - mean`
+    mean       [rows]     the expectation of `z - largest`: the entropy is `log_sum - mean`
     largest    [rows]     `z.amax(1)`, not differentiable: `logsumexp(z)` is `largest + log_sum`; 0 if infinite
+    total      [rows]     `(z - largest).sum(1)`
+    best       [rows]     `z.argmax(1)`, int64; any number where z has NaN
 
-in `dtype`, without materialising z: the forward goes over the vocabulary block by block, and so does the backward,
-for which `hidden`, `labels` and two or three numbers per row are saved. `log_sum` and `mean` are relative to `largest`
-for precision: an error in them affects all probabilities of a row. `hidden [rows, H]` is in the dtype of the matrix
-product, whose result is rounded to it like in eager mode; a `weight [V, H]` in another dtype is cast block by block.
-`temperature` is one number or one number per row (`[]` or `[rows, 1]`), and gets no gradient.
+in `dtype`, without materialising z (`mean`, `total` and `best` are empty unless asked for): the forward goes over the
+vocabulary block by block, and so does the backward, for which `hidden`, `labels` and two or three numbers per row are
+saved. `log_sum`, `mean` and `total` are relative to `largest` for precision: an error in them affects all probabilities
+of a row. `hidden [rows, H]` is in the dtype of the matrix product, whose result is rounded to it like in eager mode; a
+`weight [V, H]` in another dtype is cast block by block. `temperature` and `outer` are one number or one number per row
+(`[]` or `[rows, 1]`), and get no gradient.
 """
 
 from __future__ import annotations
@@ -28,10 +32,14 @@ BLOCK_COLUMNS = 2**14  # most vocabulary entries of a block
 BLOCK_LOGITS = 2**25  # most logits of a block
 FEWEST_COLUMNS = 256  # blocks are multiples of this: matrix products with unaligned rows are slow on GPUs
 
-HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? temperature, Tensor? labels"
-GRADIENTS = "Tensor log_sum, Tensor? mean, Tensor largest, Tensor? of_labels, Tensor of_log_sum, Tensor? of_mean"
+HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? temperature, Tensor? labels, Tensor? outer"
+GRADIENTS = (
+    "Tensor log_sum, Tensor? mean, Tensor largest, Tensor? of_labels, Tensor of_log_sum, Tensor? of_mean,"
+    " Tensor? of_total"
+)
 LIBRARY.define(
-    f"linear_log_prob({HEAD}, bool wants_mean, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"linear_log_prob({HEAD}, bool[3] further, ScalarType dtype)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(f"linear_log_prob_backward({HEAD}, {GRADIENTS}, bool[3] wanted) -> (Tensor, Tensor, Tensor)")
 LIBRARY.define(
@@ -52,19 +60,29 @@ class Head(NamedTuple):
     bias: Any
     temperature: Any
     labels: Any
+    outer: Any = None
+
+
+class Further(NamedTuple):
+    """Which of the results that are empty unless asked for are computed."""
+
+    mean: bool = False
+    total: bool = False
+    best: bool = False
 
 
 class Forward(NamedTuple):
     """The arguments of `dta::linear_log_prob`."""
 
     head: Head
-    wants_mean: bool
+    further: Further
     dtype: torch.dtype
 
     @classmethod
     def of(cls, arguments: Sequence[Any]) -> Forward:
         """Parse the arguments of a call, in the operator's order."""
-        return cls(Head(*arguments[:5]), *arguments[5:])
+        *head, further, dtype = arguments
+        return cls(Head(*head), Further(*further), dtype)
 
 
 class Results(NamedTuple):
@@ -75,6 +93,8 @@ class Results(NamedTuple):
     log_sum: Any
     mean: Any
     largest: Any
+    total: Any
+    best: Any
 
 
 class Wanted(NamedTuple):
@@ -95,13 +115,14 @@ class Backward(NamedTuple):
     of_labels: Any
     of_log_sum: Any
     of_mean: Any
+    of_total: Any
     wanted: Wanted
 
     @classmethod
     def of(cls, arguments: Sequence[Any]) -> Backward:
         """Parse the arguments of a call, in the operator's order."""
-        wanted = arguments[11] if len(arguments) == 12 else arguments[11:]
-        return cls(Head(*arguments[:5]), *arguments[5:11], wanted=Wanted(*wanted))  # type: ignore[misc]
+        wanted = arguments[13] if len(arguments) == 14 else arguments[13:]
+        return cls(Head(*arguments[:6]), *arguments[6:13], wanted=Wanted(*wanted))  # type: ignore[misc]
 
     @property
     def operands(self) -> tuple[Any, ...]:
@@ -117,10 +138,12 @@ def block_columns(rows: int, vocabulary: int) -> int:
 
 @torch.library.register_fake("dta::linear_log_prob", lib=LIBRARY)
 def _fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    head, wants_mean, dtype = Forward.of(arguments)
+    head, further, dtype = Forward.of(arguments)
     rows, chosen = head.hidden.shape[0], 0 if head.labels is None else head.labels.shape[1]
-    shapes = ((rows, chosen), (rows, chosen), (rows,), (rows if wants_mean else 0,), (rows,))
-    return tuple(head.hidden.new_empty(shape, dtype=dtype) for shape in shapes)
+    mean, total, best = ((rows if asked else 0,) for asked in further)
+    shapes = ((rows, chosen), (rows, chosen), (rows,), mean, (rows,), total)
+    results = (head.hidden.new_empty(shape, dtype=dtype) for shape in shapes)
+    return (*results, head.hidden.new_empty(best, dtype=torch.int64))
 
 
 @torch.library.register_fake("dta::linear_log_prob_backward", lib=LIBRARY)
@@ -143,12 +166,15 @@ def _backward_in_place_fake(*arguments: Any) -> torch.Tensor:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     results = Results(*output)
     ctx.save_for_backward(*Forward.of(inputs).head, results.log_sum, results.mean, results.largest)
-    ctx.mark_non_differentiable(results.largest)
+    ctx.mark_non_differentiable(results.largest, results.best)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, log_prob: Any, logit: Any, log_sum: Any, mean: Any, _: Any) -> tuple[Any, ...]:
-    """Reduce to the gradient of z: `onehot(labels) * of_labels + p * (of_log_sum + of_mean * (z - largest - mean))`."""
+def _backward(ctx: Any, log_prob: Any, logit: Any, log_sum: Any, mean: Any, _: Any, total: Any, __: Any) -> Any:
+    """Reduce to the gradient of z:
+
+    `onehot(labels) * of_labels + p * (of_log_sum + of_mean * (z - largest - mean)) + of_total`.
+    """
     *operands, saved_log_sum, saved_mean, largest = ctx.saved_tensors
     of_log_sum = torch.zeros_like(largest) if log_sum is None else log_sum
     of_labels = log_prob if logit is None else logit if log_prob is None else log_prob + logit
@@ -158,8 +184,8 @@ def _backward(ctx: Any, log_prob: Any, logit: Any, log_sum: Any, mean: Any, _: A
         of_log_sum = of_log_sum + mean
     statistics = (saved_log_sum, None if mean is None else saved_mean, largest)
     wanted = list(ctx.needs_input_grad[:3])
-    grads = LINEAR_LOG_PROB_BACKWARD(*operands, *statistics, of_labels, of_log_sum, mean, wanted)
-    return (*(grad if want else None for grad, want in zip(grads, wanted, strict=True)), None, None, None, None)
+    grads = LINEAR_LOG_PROB_BACKWARD(*operands, *statistics, of_labels, of_log_sum, mean, total, wanted)
+    return (*(grad if want else None for grad, want in zip(grads, wanted, strict=True)), *[None] * 5)
 
 
 torch.library.register_autograd("dta::linear_log_prob", _backward, setup_context=_save, lib=LIBRARY)

@@ -19,9 +19,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.ops.lm_head.operators import LINEAR_LOG_PROB, Head, Results
+from dta_compile.ops.lm_head.operators import LINEAR_LOG_PROB, Further, Head, Results
 from dta_compile.passes.chunk.chunk_graph import fake_inputs, free_sizes
-from dta_compile.passes.chunk.vocabulary import CAST, Kind, Reading, Reduction, Scaling
+from dta_compile.passes.chunk.vocabulary import CAST, Kind, Reading, Reduction, Scaling, Step
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import descendants, swaps
 from dta_compile.passes.graphs.operators import LINEAR_LAYERS, TRANSPOSITIONS
@@ -87,13 +87,33 @@ def _operands(reductions: Sequence[Reduction]) -> list[fx.Node]:
     """Return the operands of the fused operator besides the linear layer's input and weight."""
     scalings = [reduction.meaning.scaling for reduction in reductions]
     operands = [reduction.labels for reduction in reductions] + [scaling.bias for scaling in scalings]
-    operands += [by for scaling in scalings for _, by in scaling.steps]
+    operands += [by for scaling in scalings for by in scaling.scales]
     return [value for value in dict.fromkeys(operands) if isinstance(value, fx.Node)]
 
 
 def _depend_on_logits(linear: fx.Node, reductions: Sequence[Reduction]) -> bool:
     """Return whether labels or scales are computed from the logits of `linear`."""
     return linear in ancestors(_operands(reductions))
+
+
+# By reduction and what it reduces: an operator and the results of `dta::linear_log_prob` that it takes. Sums are
+# relative to the largest logit, so that they take the other result once per entry of the vocabulary.
+SUMS = {
+    Kind.LOGITS: (aten.add.Tensor, "total", "largest"),
+    Kind.LOG_PROBS: (aten.sub.Tensor, "total", "log_sum"),
+    Kind.PROBS_LOGITS: (aten.add.Tensor, "largest", "mean"),
+    Kind.PROBS_LOG_PROBS: (aten.sub.Tensor, "mean", "log_sum"),
+}
+REDUCTIONS: dict[tuple[Any, Kind], tuple[Any, ...]] = {
+    (aten.logsumexp.default, Kind.LOGITS): (aten.add.Tensor, "largest", "log_sum"),
+    **{(target, kind): sums for target in (aten.sum.dim_IntList, aten.mean.dim) for kind, sums in SUMS.items()},
+    **{(aten.argmax.default, kind): (None, "best") for kind in (Kind.LOGITS, Kind.LOG_PROBS, Kind.PROBS)},
+}
+
+
+def _results_for(reduction: Reduction) -> tuple[str, ...]:
+    """Return the names of the results that a reduction takes, but for those of labels."""
+    return () if reduction.labels is not None else REDUCTIONS[reduction.node.target, reduction.meaning.kind][1:]
 
 
 class _Fusion:
@@ -111,12 +131,14 @@ class _Fusion:
         with self.graph.inserting_before(self.linear):
             hidden, weight = self.linear.args[-2:]
             self.rows = self._call(aten.sym_size.int, hidden, 0)
-            temperature, (labels, columns) = self._temperature(), self._labels()
-            kinds = {reduction.meaning.kind for reduction in self.reductions}
-            wants_mean = bool(kinds & {Kind.PROBS_LOG_PROBS, Kind.PROBS_LOGITS})
+            (labels, columns), scaling = self._labels(), self.scaling
+            temperature = self._divisor(scaling.steps) if scaling.steps else None
+            outer = self._divisor(scaling.outer) if scaling.outer is not None else None
+            needed = {name for reduction in self.reductions for name in _results_for(reduction)}
+            further = list(Further(*(name in needed for name in Further._fields)))
             bias = None if self.scaling.bias is None else self._before_cast(self.scaling.bias)
-            head = Head(hidden, self._weight(weight), bias, temperature, labels)
-            fused = self._call(LINEAR_LOG_PROB, *head, wants_mean, self.dtype)
+            head = Head(hidden, self._weight(weight), bias, temperature, labels, outer)
+            fused = self._call(LINEAR_LOG_PROB, *head, further, self.dtype)
             results = Results(*(self._call(operator.getitem, fused, i) for i in range(len(Results._fields))))
             for reduction in self.reductions:
                 value = self._result(reduction, results, columns)
@@ -131,16 +153,14 @@ class _Fusion:
             if node in needed:
                 self.linear.prepend(node)
 
-    def _temperature(self) -> fx.Node | None:
-        """Return the divisor of the layer's output: None (1), or a tensor `[]` or `[rows, 1]`."""
+    def _divisor(self, steps: Sequence[Step]) -> fx.Node:
+        """Return the divisor that some steps amount to: a tensor `[]` or `[rows, 1]`."""
         number, tensors = 1.0, []
-        for divides, by in self.scaling.steps:
+        for divides, by in steps:
             if isinstance(by, fx.Node):
                 tensors.append((divides, self._per_row(by)))
             else:
                 number = number * by if divides else number / by
-        if number == 1 and not tensors:
-            return None
         device = self.linear.meta["val"].device
         result = self._call(aten.full.default, [], number, dtype=self.dtype, device=device)
         for divides, value in tensors:
@@ -189,13 +209,16 @@ class _Fusion:
             source = results.log_prob if meaning.kind is Kind.LOG_PROBS else results.logit
             result = self._picked(reduction, source, *columns[reduction.labels])
         else:
-            target, *terms = {
-                Kind.LOGITS: (aten.add.Tensor, results.largest, results.log_sum),
-                Kind.PROBS_LOGITS: (aten.add.Tensor, results.largest, results.mean),
-                Kind.PROBS_LOG_PROBS: (aten.sub.Tensor, results.mean, results.log_sum),
-            }[meaning.kind]
-            result = self._call(target, *terms)
+            target, *terms = REDUCTIONS[reduction.node.target, meaning.kind]
+            values = [getattr(results, name) for name in terms]
+            vocabulary = self.linear.meta["val"].shape[-1]
+            times = {"alpha": vocabulary} if "total" in terms else {}
+            result = values[0] if target is None else self._call(target, *values, **times)
             result = self._call(aten.reshape.default, result, self._shape(value.shape))
+            if reduction.node.target is aten.argmax.default:
+                return result
+            if reduction.node.target is aten.mean.dim:
+                result = self._call(aten.div.Tensor, result, vocabulary)
         if meaning.factor != 1:
             result = self._call(aten.mul.Tensor, result, meaning.factor)
         result = self._cast(result, self.dtype, value.dtype)

@@ -1,8 +1,8 @@
 """Interpret values computed from an LM head's logits: scaled logits, log-probs, probabilities, and their products.
 
 `Reading` follows the uses of a linear layer to the reductions over the vocabulary at which all of them must end:
-entries gathered by labels, log-sum-exps, expectations. If a value of the vocabulary's size has any other use, there
-are no reductions, and the pass `lm_head` leaves the layer as it is.
+entries gathered by labels, log-sum-exps, expectations, sums, the largest entry's index. If a value of the vocabulary's
+size has any other use, there are no reductions, and the pass `lm_head` leaves the layer as it is.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, PRODU
 
 aten = torch.ops.aten
 
+Step = tuple[bool, Any]
 CAST = {"dtype", "device", "layout", "memory_format"}  # keywords that change numbers at most by rounding
 
 
@@ -36,10 +37,26 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """Bias and steps from the linear layer's output to logits z; a step is a division (True) or a product (False)."""
+    """Bias and steps from the linear layer's output to logits z; a step is a division (True) or a product (False).
+
+    Attributes:
+        outer: steps after a tanh, which follows `steps`, as in a soft cap; None: there is no tanh.
+    """
 
     bias: fx.Node | None = None
-    steps: tuple[tuple[bool, Any], ...] = ()
+    steps: tuple[Step, ...] = ()
+    outer: tuple[Step, ...] | None = None
+
+    def then(self, divides: bool, by: Any) -> Scaling:
+        """Return the scaling with one more step."""
+        if self.outer is None:
+            return dataclasses.replace(self, steps=(*self.steps, (divides, by)))
+        return dataclasses.replace(self, outer=(*self.outer, (divides, by)))
+
+    @property
+    def scales(self) -> list[Any]:
+        """Return the numbers and nodes of all steps."""
+        return [by for _, by in (*self.steps, *(self.outer or ()))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +115,7 @@ class Reading:
         result = rule(self, node) if rule is not None and not (node.kwargs.keys() - CAST) else None
         if isinstance(result, Reduction):
             self.reductions.append(result)
-            if result.labels is None and result.meaning.kind is Kind.LOGITS:
+            if node.target is aten.logsumexp.default:
                 self.meanings[node] = dataclasses.replace(result.meaning, kind=Kind.LOGSUMEXP)
         elif result is not None:
             self.meanings[node] = result
@@ -147,12 +164,17 @@ class Reading:
     def _scaled(self, value: fx.Node, divides: bool, by: Any) -> Meaning | None:
         meaning = self.meanings[value]
         if meaning.kind is Kind.LOGITS:
-            steps = (*meaning.scaling.steps, (divides, by))
-            scaling = dataclasses.replace(meaning.scaling, steps=steps)
+            scaling = meaning.scaling.then(divides, by)
             return dataclasses.replace(meaning, scaling=scaling) if self._is_scale(value, by) else None
         if not _is_number(by):
             return None
         return dataclasses.replace(meaning, factor=meaning.factor / by if divides else meaning.factor * by)
+
+    def _tanh(self, node: fx.Node) -> Meaning | None:
+        meaning = self.meanings[node.args[0]]
+        if meaning.kind is not Kind.LOGITS or meaning.scaling.outer is not None:
+            return None
+        return dataclasses.replace(meaning, scaling=dataclasses.replace(meaning.scaling, outer=()))
 
     def _is_scale(self, value: fx.Node, by: Any) -> bool:
         """Return whether `by` is a number other than zero, or a tensor without gradient that has one number per row, or
@@ -223,6 +245,13 @@ class Reading:
         over = self._kind(node) in REDUCED[node.target] and self._is_over_vocabulary(*node.args[:2])
         return Reduction(node, self.meanings[node.args[0]]) if over else None
 
+    def _largest(self, node: fx.Node) -> Reduction | None:
+        """The argmax of log-probs or probabilities is that of the logits."""
+        meaning, dims = self.meanings[node.args[0]], node.args[1:2]
+        rises = meaning.kind in (Kind.LOGITS, Kind.LOG_PROBS, Kind.PROBS) and meaning.factor > 0
+        over = rises and isinstance(dims[0] if dims else None, int) and self._is_over_vocabulary(node.args[0], [*dims])
+        return Reduction(node, meaning) if over else None
+
     def _kind(self, node: fx.Node) -> Kind | None:
         meaning = self.meanings.get(node.args[0])
         return meaning.kind if meaning is not None else None
@@ -254,7 +283,8 @@ Rule = Callable[[Reading, fx.Node], Meaning | Reduction | None]
 # By reduction, what it may reduce over the vocabulary.
 REDUCED: dict[Any, tuple[Kind, ...]] = {
     aten.logsumexp.default: (Kind.LOGITS,),
-    aten.sum.dim_IntList: (Kind.PROBS_LOG_PROBS, Kind.PROBS_LOGITS),
+    aten.sum.dim_IntList: (Kind.LOGITS, Kind.LOG_PROBS, Kind.PROBS_LOG_PROBS, Kind.PROBS_LOGITS),
+    aten.mean.dim: (Kind.LOGITS, Kind.LOG_PROBS),
 }
 READING_RULES: dict[Any, Rule] = {
     **dict.fromkeys(COPIES | CASTS, Reading._copy),
@@ -268,6 +298,8 @@ READING_RULES: dict[Any, Rule] = {
     aten._softmax.default: Reading._softmax,
     aten._log_softmax.default: Reading._log_softmax,
     aten.exp.default: Reading._exponential,
+    aten.tanh.default: Reading._tanh,
     aten.gather.default: Reading._gather,
+    aten.argmax.default: Reading._largest,
     **dict.fromkeys(REDUCED, Reading._reduced),
 }

@@ -156,11 +156,12 @@ def _scratch_of_experts(node: fx.Node, sizes: ChunkSizes) -> Bytes:
 def _scratch_of_head(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
     """Return the bytes that an LM-head operator allocates besides its results, at each moment that may be the peak."""
     if node.target is head_operators.LINEAR_LOG_PROB:
-        (head, needs_both, dtype), wanted = head_operators.Forward.of(node.args), None
+        (head, further, dtype), wanted = head_operators.Forward.of(node.args), None
+        copies = 1 + further.mean
     else:
         call = head_operators.Backward.of(node.args)
-        head, needs_both, dtype = call.head, call.of_mean is not None, call.log_sum.meta["val"].dtype
-        wanted = call.wanted
+        head, dtype, wanted = call.head, call.log_sum.meta["val"].dtype, call.wanted
+        copies = 1 + (call.of_mean is not None) + (head.outer is not None)
     head = head_operators.Head(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in head))
     hidden, weight = head.hidden, head.weight
     narrow, wide = hidden.dtype, statistics_dtype(hidden.dtype)
@@ -169,8 +170,8 @@ def _scratch_of_head(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
     rows = sizes.bytes(hidden).times(1 / (width * narrow.itemsize))
     rounded = 0 if narrow == dtype else narrow.itemsize
     cast = Bytes(columns * width * narrow.itemsize if weight.dtype != narrow else 0)
-    # A mean needs probabilities and their logarithms. Kernels need only the product.
-    by_torch = max((1 + needs_both) * dtype.itemsize, dtype.itemsize + rounded)
+    # A mean needs probabilities and their logarithms, a soft cap its slopes. Kernels need only the product.
+    by_torch = max(copies * dtype.itemsize, dtype.itemsize + rounded)
     logits = rows.times(columns * (narrow.itemsize if by_kernels.fits(head, dtype) else by_torch)).plus(cast)
     if wanted is None or narrow == wide:
         return [logits]

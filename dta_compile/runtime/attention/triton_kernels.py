@@ -15,6 +15,7 @@ again, key by key or query by query, over the pairs that are read.
 import triton
 import triton.language as tl
 
+from dta_compile.ops.triton_math import tanh
 from dta_compile.runtime.path.chunk_shape import LISTED_KEYS, LISTED_QUERIES
 
 # Arguments that differ from chunk to chunk: one compilation must serve all values.
@@ -106,18 +107,6 @@ def _reads_stack(rows, columns, first_key, LIMITED: tl.constexpr):
 
 
 @triton.jit
-def _tanh(x):
-    """Compute tanh as `(1 - e) / (1 + e)` with `e = exp(-2 |x|)`; near zero, where that cancels, by a series."""
-    size = tl.abs(x)
-    exp_of_negative = tl.exp(-2.0 * size)
-    large = (1.0 - exp_of_negative) / (1.0 + exp_of_negative)
-    square = x * x
-    small = size * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
-    magnitude = tl.where(size < 0.1, small, large)
-    return tl.where(x < 0, -magnitude, magnitude)
-
-
-@triton.jit
 def _has_others(values, exists):
     """Return whether a number in the existing rows is not finite."""
     others = (tl.abs(values) < float("inf")) == 0
@@ -149,7 +138,7 @@ def _attend(q, k, v, allowed, scale, softcap, top, total, out, CAPPED: tl.conste
     """Run one step of the online softmax; `top` is the running maximum of the scores. `allowed` None: no mask."""
     scores = _products(q, k, PRECISION)
     if CAPPED:
-        scores = _tanh(scores * (scale / softcap))
+        scores = tanh(scores * (scale / softcap))
         scale = softcap
     if allowed is None:
         new_top = tl.maximum(top, tl.max(scores, 1) * (scale * LOG2E))
@@ -257,15 +246,15 @@ def _weights(scores, grad_weights, allowed, scale, softcap, statistics, delta, C
     """Return attention weights and the gradients of the scores divided by `scale`, from query-key products and
     gradient-value products. All may be transposed. `allowed` None: no mask, or masked entries are not used."""
     if CAPPED:
-        tanh = _tanh(scores * (scale / softcap))
-        weights = tl.exp2(tanh * (softcap * LOG2E) - statistics)
+        capped = tanh(scores * (scale / softcap))
+        weights = tl.exp2(capped * (softcap * LOG2E) - statistics)
     else:
         weights = tl.exp2(scores * (scale * LOG2E) - statistics)
     if allowed is not None:
         weights = tl.where(allowed, weights, 0.0)
     grads = weights * (grad_weights - delta)
     if CAPPED:
-        grads = grads * (1.0 - tanh * tanh)
+        grads = grads * (1.0 - capped * capped)
     return weights, grads
 
 

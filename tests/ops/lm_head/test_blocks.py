@@ -30,22 +30,29 @@ def test_blocks_of_logits_are_aligned_and_bounded(rows, monkeypatch):
     assert head_operators.block_columns(rows, 100) == 100
 
 
-def dense(hidden, weight, bias, temperature, labels):
+def dense(hidden, weight, bias, temperature, labels, outer=None):
     logits = F.linear(hidden, weight, bias)
     logits = logits if temperature is None else logits / temperature
+    logits = logits if outer is None else logits.tanh() / outer
     log = logits.log_softmax(-1)
-    return log.gather(1, labels), logits.gather(1, labels), logits.logsumexp(-1), -(log.exp() * log).sum(-1)
+    entropy = -(log.exp() * log).sum(-1)
+    return log.gather(1, labels), logits.gather(1, labels), logits.logsumexp(-1), entropy, logits.sum(-1)
 
 
-def blockwise(*operands):
-    log_prob, logit, log_sum, mean, largest = LINEAR_LOG_PROB(*operands, True, torch.float64)
-    return log_prob, logit, largest + log_sum, log_sum - mean
+def blockwise(hidden, weight, bias, temperature, labels, outer=None):
+    operands = (hidden, weight, bias, temperature, labels, outer)
+    log_prob, logit, log_sum, mean, largest, total, best = LINEAR_LOG_PROB(*operands, [True] * 3, torch.float64)
+    if best.numel():
+        logits = dense(hidden, weight, bias, temperature, torch.arange(len(weight)).expand(len(hidden), -1), outer)[1]
+        assert logits.isnan().any() or torch.equal(best, logits.argmax(-1))
+    return log_prob, logit, largest + log_sum, log_sum - mean, total + len(weight) * largest
 
 
 @pytest.mark.parametrize("rows", [0, 1, 9])
 @pytest.mark.parametrize("scale", [None, (), (1,)])
-@pytest.mark.parametrize("outputs", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)])
-def test_the_operator_is_the_dense_formula(rows, scale, outputs):
+@pytest.mark.parametrize("capped", [False, True])
+@pytest.mark.parametrize("outputs", [(0,), (1,), (2,), (3,), (4,), (0, 1, 2, 3, 4)])
+def test_the_operator_is_the_dense_formula(rows, scale, capped, outputs):
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape):
@@ -53,11 +60,13 @@ def test_the_operator_is_the_dense_formula(rows, scale, outputs):
 
     hidden, weight, bias = random(rows, 5), 3 * random(VOCABULARY, 5), random(VOCABULARY)
     temperature = None if scale is None else 0.5 + random(*([rows, 1] if scale else [])).abs()
+    outer = None if not capped else 0.2 * (1 if scale is None else 0.5 + random(*([rows, 1] if scale else [])).abs())
+    outer = torch.tensor(outer, dtype=torch.float64) if isinstance(outer, float) else outer
     labels = torch.randint(0, VOCABULARY, (rows, 3), generator=generator)
     trained = [value.requires_grad_() for value in (hidden, weight, bias)]
     found = []
     for function in (dense, blockwise):
-        results = function(hidden, weight, bias, temperature, labels)
+        results = function(hidden, weight, bias, temperature, labels, outer)
         chosen = [results[i] for i in outputs]
         tangents = [torch.linspace(-1, 2, value.numel(), dtype=torch.float64).view(value.shape) for value in chosen]
         found.append([*results, *torch.autograd.grad(chosen, trained, tangents)])
@@ -67,8 +76,8 @@ def test_the_operator_is_the_dense_formula(rows, scale, outputs):
 
 def test_the_operator_is_well_formed():
     hidden, weight = torch.randn(4, 5, requires_grad=True), torch.randn(VOCABULARY, 5, requires_grad=True)
-    arguments = (hidden, weight, None, None, torch.tensor([[1], [30], [6], [7]]), True, torch.float32)
-    torch.library.opcheck(LINEAR_LOG_PROB, arguments)
+    arguments = (hidden, weight, None, None, torch.tensor([[1], [30], [6], [7]]), torch.tensor(0.1))
+    torch.library.opcheck(LINEAR_LOG_PROB, (*arguments, [True, True, False], torch.float32))
 
 
 def test_extreme_logits():
@@ -124,4 +133,4 @@ def test_infinite_logits(name, temperature):
 def test_labels_outside_of_the_vocabulary_are_an_error_as_in_eager(label):
     hidden, weight = torch.randn(1, 5), torch.randn(VOCABULARY, 5)
     with pytest.raises(RuntimeError, match="outside of the vocabulary"):
-        linear_log_prob(hidden, weight, None, None, torch.tensor([[label]]), False, torch.float32)
+        linear_log_prob(hidden, weight, None, None, torch.tensor([[label]]), None, [False] * 3, torch.float32)

@@ -28,6 +28,7 @@ class Case:
     Attributes:
         labels: of a row; the last one is the same as the first. None: there are none.
         scale: the temperature's: None, "number" or "rows".
+        cap: the same of a soft cap's divisor.
         logit: what the bias is instead at `entries`, or None.
     """
 
@@ -37,8 +38,10 @@ class Case:
     columns: int = 8
     labels: int | None = 3
     scale: str | None = None
+    cap: str | None = None
     has_bias: bool = True
     wants_mean: bool = True
+    wants_rest: bool = True
     dtype: torch.dtype = torch.float32
     logit: float | None = None
     entries: tuple[int | None, ...] = (0,)
@@ -52,13 +55,14 @@ class Case:
         bias = random(self.vocabulary) if self.has_bias else None
         if self.logit is not None:
             bias[slice(*self.entries)] = self.logit
-        temperature = {None: None, "number": torch.tensor(0.7), "rows": 0.5 + random(self.rows, 1).abs()}[self.scale]
+        numbers = {None: None, "number": torch.tensor(0.7), "rows": 0.5 + random(self.rows, 1).abs()}
+        temperature, outer = numbers[self.scale], numbers[self.cap]
         labels = None
         if self.labels is not None:  # in rows that are not dense
             labels = torch.randint(self.vocabulary, (self.labels, self.rows), generator=generator).t()
             labels[:, -1:] = labels[:, :1]
         hidden, weight = random(self.rows, 4), 2 * random(self.vocabulary, 4)
-        values = (hidden.to(self.dtype), weight.to(self.dtype), bias, temperature, labels)
+        values = (hidden.to(self.dtype), weight.to(self.dtype), bias, temperature, labels, outer)
         return Head(*(None if value is None else value.to(DEVICE) for value in values))
 
     def results(self, has_kernel: bool) -> list[torch.Tensor]:
@@ -71,14 +75,18 @@ class Case:
                 assert by_kernels.fits(self.head(), torch.float32)
             else:
                 patch.setattr(by_kernels, "fits", lambda head, dtype: False)
-            found = linear_log_prob(*self.head(), self.wants_mean, torch.float32)
+            further = operators.Further(self.wants_mean, self.wants_rest, self.wants_rest)
+            found = linear_log_prob(*self.head(), further, torch.float32)
             of_labels = torch.linspace(-1, 2, found.logit.numel(), device=DEVICE).view_as(found.logit)
             of_labels = None if self.labels is None else of_labels
             of_log_sum = torch.tensor(0.3, device=DEVICE).expand(self.rows)
             of_mean = torch.linspace(1, -1, self.rows, device=DEVICE) if self.wants_mean else None
+            of_total = torch.linspace(-0.1, 0.2, self.rows, device=DEVICE) if self.wants_rest else None
             statistics = (found.log_sum, found.mean if self.wants_mean else None, found.largest)
             wanted = [True, True, self.has_bias]
-            gradients = linear_log_prob_backward(*self.head(), *statistics, of_labels, of_log_sum, of_mean, wanted)
+            gradients = linear_log_prob_backward(
+                *self.head(), *statistics, of_labels, of_log_sum, of_mean, of_total, wanted
+            )
         return [*found, *gradients]
 
     def check(self) -> None:
@@ -86,7 +94,9 @@ class Case:
         # A gradient that was rounded otherwise in its last place weighs as much as its largest summands.
         rounding = {"rtol": 1e-5, "atol": 2e-5} if self.dtype is torch.float32 else {"rtol": 2e-3, "atol": 1e-2}
         for place, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+            is_sum = place == operators.Results._fields.index("total")
             tolerance = rounding if place >= len(operators.Results._fields) else {"rtol": 1e-5, "atol": 1e-5}
+            tolerance = {"rtol": 1e-5, "atol": 1e-4} if is_sum else tolerance
             torch.testing.assert_close(mine, theirs, **tolerance, equal_nan=True, msg=lambda text: f"{self}: {text}")
 
 
@@ -101,8 +111,10 @@ class Case:
         columns=st.sampled_from((1, 4, 16, 64)),
         labels=st.sampled_from((None, 0, 1, 3)),
         scale=st.sampled_from((None, "number", "rows")),
+        cap=st.sampled_from((None, "number", "rows")),
         has_bias=st.booleans(),
         wants_mean=st.booleans(),
+        wants_rest=st.booleans(),
         dtype=st.sampled_from((torch.float32, torch.float16)),
     )
 )
@@ -137,7 +149,7 @@ def test_kernels_with_infinite_logits(name, scale, wants_mean):
 @kernels
 @pytest.mark.parametrize("place", [0, 30, 60])
 def test_a_logit_that_is_no_number_makes_none_of_its_rows_results(place):
-    found = operators.Results(*Case(logit=torch.nan, entries=(place, place + 1)).results(True)[:5])
+    found = operators.Results(*Case(logit=torch.nan, entries=(place, place + 1)).results(True)[:7])
     assert bool(found.log_prob.isnan().all()) and bool(found.log_sum.isnan().all())
 
 
@@ -145,8 +157,9 @@ def test_a_logit_that_is_no_number_makes_none_of_its_rows_results(place):
 def test_kernels_with_many_labels_and_with_labels_that_have_no_gradient():
     Case(labels=70, vocabulary=40).check()
     head = Case().head()
-    found = linear_log_prob(*head, False, torch.float32)
-    arguments = (found.log_sum, None, found.largest, None, torch.ones(5, device=DEVICE), None, [False, False, True])
+    found = linear_log_prob(*head, operators.Further(), torch.float32)
+    ones = torch.ones(5, device=DEVICE)
+    arguments = (found.log_sum, None, found.largest, None, ones, None, None, [False, False, True])
     (*_, of_bias) = linear_log_prob_backward(*head, *arguments)
     logits = head.hidden @ head.weight.t() + head.bias
     torch.testing.assert_close(of_bias, logits.softmax(1).sum(0), rtol=1e-5, atol=1e-5)

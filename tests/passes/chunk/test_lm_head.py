@@ -183,6 +183,35 @@ def entropy_without_gradient(logits, labels):
     return log_softmax(logits, labels), measured
 
 
+def soft_cap(logits, labels):
+    return both((logits / 30).tanh() * 30 / 0.8, labels)
+
+
+def soft_cap_of_the_token(logits, labels):
+    capped = 20 * (0.05 * logits).tanh()
+    return both(capped * (1 + labels % 3)[..., None].double(), labels)
+
+
+def smoothed(logits, labels):
+    mean = -logits.log_softmax(-1).mean(-1)
+    by_torch = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", label_smoothing=0.1)
+    return by_torch, 0.9 * cross_entropy(logits, labels) + 0.1 * mean, logits.sum(-1) / VOCABULARY
+
+
+def greedy_tokens(logits, labels):
+    log, best = logits.log_softmax(-1), logits.argmax(-1)
+    right = (best == labels) | (log.exp().argmax(dim=-1, keepdim=True)[..., 0] == (labels + 1) % VOCABULARY)
+    return gathered(log, labels), right.double(), best.double()
+
+
+def distilled(logits, labels):
+    """Forward and reverse Kullback-Leibler divergence over a teacher's top entries."""
+    log = logits.log_softmax(-1).gather(-1, (labels[..., None] + torch.arange(5)) % VOCABULARY)
+    teacher = torch.linspace(-3, -1, 5).double().log_softmax(-1)
+    student = log - log.logsumexp(-1, keepdim=True)
+    return (teacher.exp() * (teacher - log)).sum(-1), (student.exp() * (student - teacher)).sum(-1)
+
+
 def several_labels(logits, labels):
     log = logits.log_softmax(-1)
     pairs = log.gather(-1, torch.stack([labels, (labels + 1) % VOCABULARY], -1))
@@ -195,7 +224,8 @@ SPELLINGS = [
 ]  # fmt: skip
 SEVERAL = {
     both: 2, temperature: 2, temperature_tensor: 2, temperature_of_the_token: 2, two_temperatures: 2,
-    entropy_without_gradient: 2, several_labels: 4,
+    entropy_without_gradient: 2, several_labels: 4, soft_cap: 2, soft_cap_of_the_token: 2, smoothed: 3,
+    greedy_tokens: 3, distilled: 2,
 }  # fmt: skip
 
 
@@ -203,6 +233,8 @@ SEVERAL = {
 TOGETHER = {
     "log-probs": ([*SPELLINGS[:7], z_loss, several_labels], 1),
     "entropies": ([entropy, entropy_of_softmax, entropy_by_logsumexp, entropy_normalised, both], 1),
+    "capped": ([soft_cap, soft_cap_of_the_token], 2),
+    "further": ([smoothed, greedy_tokens, distilled], 1),
     "scaled": ([temperature, multiplied, temperature_tensor, temperature_of_the_token, two_temperatures], 5),
 }
 
@@ -218,7 +250,7 @@ def test_spellings_side_by_side(model, name):
     outputs = sum(SEVERAL.get(spelling, 1) for spelling in spellings)
     program = compare(model, side_by_side, outputs=outputs)
     assert_no_logits(program, heads)
-    assert any(node.args[5] for node in heads_of(program)) == (name != "log-probs")
+    assert any(node.args[6][0] for node in heads_of(program)) == (name not in ("log-probs", "further"))
 
 
 ALONE = {log_softmax, two_temperatures, entropy_without_gradient}
@@ -232,8 +264,9 @@ ALONE = {log_softmax, two_temperatures, entropy_without_gradient}
 def test_spellings(model, spelling):
     program = compare(model, spelling, outputs=SEVERAL.get(spelling, 1))
     assert_no_logits(program, heads=2 if spelling is two_temperatures else 1)
-    without = {several_labels, *SPELLINGS} - {entropy, entropy_of_softmax, entropy_by_logsumexp, entropy_normalised}
-    assert any(node.args[5] for node in heads_of(program)) == (spelling not in without)
+    without = {several_labels, smoothed, greedy_tokens, distilled, *SPELLINGS}
+    without -= {entropy, entropy_of_softmax, entropy_by_logsumexp, entropy_normalised}
+    assert any(node.args[6][0] for node in heads_of(program)) == (spelling not in without)
 
 
 def in_float32(logits, labels):
@@ -428,10 +461,10 @@ class WithTemperature(BareLM):
 
 
 LEFT_ALONE = {
-    "greedy token": (BareLM, lambda z, y: (log_softmax(z, y), z.argmax(-1).double())),
+    "smallest entry": (BareLM, lambda z, y: (log_softmax(z, y), (-z.log_softmax(-1)).argmax(-1).double())),
     "largest logits": (BareLM, lambda z, y: (log_softmax(z, y), z.topk(2, -1).values[..., 1])),
-    "soft cap": (BareLM, lambda z, y: both((z / 30).tanh() * 30, y)),
-    "smoothing": (BareLM, lambda z, y: -log_softmax(z, y) - 0.1 * z.log_softmax(-1).mean(-1)),
+    "a soft cap twice": (BareLM, lambda z, y: both(((z / 30).tanh() * 30).tanh(), y)),
+    "mean of probabilities": (BareLM, lambda z, y: log_softmax(z, y) - 0.1 * z.softmax(-1).mean(-1)),
     "second moment": (BareLM, lambda z, y: (z.log_softmax(-1).exp() * z.log_softmax(-1).pow(2)).sum(-1)),
     "collision": (BareLM, lambda z, y: z.softmax(-1).pow(2).sum(-1)),
     "one factor detached": (BareLM, lambda z, y: (z.softmax(-1) * z.log_softmax(-1).detach()).sum(-1)),
@@ -446,7 +479,9 @@ LEFT_ALONE = {
 }  # fmt: skip
 
 
-ANOTHER_READER = ("greedy token", "largest logits", "soft cap", "a part of the vocabulary", "smoothing")
+ANOTHER_READER = (
+    *("smallest entry", "largest logits", "a soft cap twice", "a part of the vocabulary", "mean of probabilities"),
+)
 QUICK = LEFT_ALONE.keys() - {*ANOTHER_READER[1:], "second moment"}
 
 
@@ -455,7 +490,7 @@ QUICK = LEFT_ALONE.keys() - {*ANOTHER_READER[1:], "second moment"}
 )
 def test_other_uses_of_the_logits_are_left_alone(name):
     build, spelling = LEFT_ALONE[name]
-    two = name in ("greedy token", "largest logits", "soft cap")
+    two = name in ("smallest entry", "largest logits", "a soft cap twice")
     assert not heads_of(compare(build(), spelling, outputs=2 if two else 1))
 
 

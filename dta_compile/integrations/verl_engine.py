@@ -1,11 +1,13 @@
 """Training engine for verl over prefix trees, selected by `strategy: dta` in the configuration.
 
 verl imports this module through the entry-point group "verl.plugins". The engine is verl's FSDP engine with FSDP2,
-except for three points: a rank's mini-batch (or all rows whose log-probs are computed) is one micro-batch, so that all
-its rows share prefixes; log-probs and entropies come from one compiled function, so that no logits are returned; and
-gradient checkpointing is off, since the plan decides about recomputation. The loss, its normalisation, gradient
-clipping, the optimiser, offloading and checkpoints are verl's. Models that take images run transformers' own `forward`,
-whose encoders run once per distinct image, in place of the one that verl gives their classes.
+except for these points: the rows of a mini-batch (or all rows whose log-probs are computed) are dealt out among ranks
+by their prefix tree, and those of a rank are one micro-batch, so that they share prefixes; log-probs, entropies and
+values come from one compiled function, so that no logits are returned; and gradient checkpointing, offloading of
+activations, Liger's and verl's fused kernels are off, since the plan decides about recomputation and the head has no
+logits as it is. The loss, its normalisation, gradient clipping, the optimiser, offloading and checkpoints are verl's.
+Models that take images run transformers' own `forward`, whose encoders run once per distinct image, in place of the one
+that verl gives their classes.
 
 verl is imported here only. Supported: 0.9.1.
 """
@@ -15,11 +17,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import logging
+import pickle
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,13 +32,15 @@ from verl.utils import tensordict_utils
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.config import FSDPEngineConfig
 from verl.workers.config.engine import EngineConfig
-from verl.workers.engine.base import BaseEngine, EngineRegistry
+from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
+from dta_compile.distributed.group import Group
 from dta_compile.errors import OptionError, RefusalError, RuntimeContractError
 from dta_compile.options import Options
+from dta_compile.plan import PrefixTree, balance
 
 logger = logging.getLogger("dta_compile")
 
@@ -44,6 +51,8 @@ INPUTS = {"input_ids", "attention_mask", "position_ids"}
 # Entries of multi_modal_inputs that models do not read: a count of verl's, and what positions were computed from.
 NOT_OF_MODELS = {"images_seqlens", "mm_token_type_ids"}
 LEAST_TEMPERATURE = 1e-8  # verl's
+# Rows move only if that lowers the largest number of tree tokens of a rank below this share.
+WORTHWHILE = 0.95
 
 Values = dict[str, torch.Tensor]
 
@@ -54,10 +63,12 @@ class DTAEngineConfig(FSDPEngineConfig):
 
     Attributes:
         dta: options of `torch.compile(..., backend="dta", options=...)`.
+        deal_rows: whether rows of a mini-batch move to other ranks, where that saves tokens.
     """
 
     strategy: str = "dta"
     dta: dict[str, Any] = dataclasses.field(default_factory=dict)
+    deal_rows: bool = True
 
     def __post_init__(self) -> None:
         EngineConfig.__post_init__(self)  # FSDP's own method rejects this strategy
@@ -74,7 +85,8 @@ class DTAEngine(FSDPEngineWithLMHead):
     """
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
-        _check_settings(model_config, engine_config)
+        _check_settings(engine_config)
+        model_config = _without_kernels(model_config)
         engine_config = copy.copy(engine_config)
         object.__setattr__(engine_config, "strategy", "fsdp2")  # how the module is wrapped; a frozen dataclass
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
@@ -83,23 +95,39 @@ class DTAEngine(FSDPEngineWithLMHead):
     def initialize(self) -> None:
         super().initialize()
         options = dict(getattr(self.engine_config, "dta", {}))
-        module = self.module
+        module, compute = self.module, self.compute
 
         def token_values(*args: Any) -> Values:
-            return _token_values(module, *args)
+            return compute(module, *args)
 
         self.token_values = torch.compile(token_values, backend="dta", options=options)
 
     def forward_backward_batch(
         self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
-        """Run verl's method with all rows in one micro-batch."""
-        whole = data.copy()
-        group = tensordict_utils.get_non_tensor_data(data=data, key="force_group_size", default=1)
+        """Run verl's method with all rows in one micro-batch, after rows were dealt out."""
+        dealt = DealtRows(data, Group(self.get_data_parallel_group())) if self._deals(data, forward_only) else None
+        whole = (data if dealt is None else dealt.data).copy()
+        group = _setting(data, "force_group_size", 1)
         tensordict_utils.assign_non_tensor(
-            whole, use_dynamic_bsz=False, micro_batch_size_per_gpu=max(len(data) // group, 1)
+            whole,
+            use_dynamic_bsz=False,
+            micro_batch_size_per_gpu=max(len(whole) // group, 1),
+            use_fused_kernels=False,
         )
-        return super().forward_backward_batch(whole, loss_function, forward_only=forward_only)
+        found = super().forward_backward_batch(whole, loss_function, forward_only=forward_only)
+        if dealt is not None and found.get("model_output"):
+            found["model_output"] = dealt.to_owners(found["model_output"])
+        return found
+
+    def _deals(self, data: Any, forward_only: bool) -> bool:
+        """Return whether rows may move: not if a loss is normalised over a rank's own, nor with media, which all ranks
+        need to have."""
+        if self.get_data_parallel_size() == 1 or not getattr(self.engine_config, "deal_rows", True):
+            return False
+        normalised = forward_only or _setting(data, "global_batch_size", None) is not None
+        grouped = _setting(data, "force_group_size", 1) > 1
+        return normalised and not grouped and "multi_modal_inputs" not in data
 
     def forward_step(self, micro_batch: Any, loss_function: Callable[..., Any] | None, forward_only: bool) -> Any:
         """Return the loss of a micro-batch, with its graph, and the outputs and metrics that verl reports."""
@@ -133,6 +161,26 @@ class DTAEngine(FSDPEngineWithLMHead):
                 hint="deal rows without images out evenly, or give each a small image",
             )
 
+    @staticmethod
+    def compute(
+        module: nn.Module,
+        inputs: dict[str, Any],
+        labels: torch.Tensor,
+        temperature: torch.Tensor | None,
+        extra: tuple[str, ...],
+    ) -> Values:
+        """Compute per-token values; compiled, and written so that no chunk has logits where the vocabulary is large."""
+        logits = module(**inputs, use_cache=False).logits.float()
+        if temperature is not None:
+            logits = logits / temperature
+        log_probs = logits.log_softmax(-1)
+        values = {"log_probs": log_probs.gather(-1, labels[..., None])[..., 0]}
+        if "entropy" in extra:
+            values["entropy"] = -(log_probs.exp() * log_probs).sum(-1)
+        if "sum_pi_squared" in extra:
+            values["sum_pi_squared"] = log_probs.exp().square().sum(-1)
+        return values
+
     def _values(self, micro_batch: Any, inputs: dict[str, Any], of_inputs: dict[str, Any]) -> Values:
         """Return per-token values by name in verl's layout: nested tensors with one row per sequence."""
         extra = tuple(name for asks, name in EXTRA_VALUES.items() if _flag(micro_batch, asks))
@@ -148,10 +196,6 @@ class DTAEngine(FSDPEngineWithLMHead):
         for part in module.modules():
             if type(part) in _forwards:
                 part.forward = types.MethodType(_forwards[type(part)], part)
-        if self.model_config.enable_gradient_checkpointing:
-            module.gradient_checkpointing_disable()  # type: ignore[operator]
-            if self.rank == 0:
-                logger.warning("dta: gradient checkpointing is off: a plan says itself what is computed again")
         return module
 
     def _build_lora_module(self, module: nn.Module) -> nn.Module:
@@ -185,14 +229,67 @@ def _patch(model: nn.Module, *args: Any, **kwargs: Any) -> None:
 transformer_impl.apply_monkey_patch = _patch
 
 
-@EngineRegistry.register(model_type="value_model", backend="dta", device=DEVICES)
-class NoValueEngine(BaseEngine):
-    """Raise an error that names the alternative; without it verl would report an unknown backend."""
+class DealtRows:
+    """The rows of a rank after those of all ranks were dealt out by their prefix tree (`dta_compile.balance`).
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        _only(
-            "critic.strategy", "dta", "fsdp2", "critics are trained by an engine of verl's own: critic.strategy=fsdp2"
-        )
+    verl gives ranks rows of equal length in all, whatever they share. Its losses are normalised over the rows of all
+    ranks, so that a mini-batch makes the same update wherever its rows are. To make one and `to_owners` are
+    collectives.
+
+    Attributes:
+        data: this rank's rows, those that came from the first rank first.
+    """
+
+    def __init__(self, data: Any, group: Group) -> None:
+        self.data, self._group = data, group
+        of_ranks = group.gather([row.cpu().numpy() for row in data["input_ids"].unbind()])
+        groups = group.from_first(lambda: _groups(of_ranks))
+        self._sent: list[list[int]] | None = None  # by rank, the rows that this one sent there; None: rows stayed
+        if groups is not None:
+            first = sum(len(rows) for rows in of_ranks[: group.rank])
+            own = range(first, first + len(data))
+            self._sent = [sorted(number - first for number in chosen if number in own) for chosen in groups]
+            parts = [
+                tensordict_utils.index_select_tensor_dict(data.cpu(), rows) if rows else None for rows in self._sent
+            ]
+            came = _exchanged(parts, group)
+            self._counts = [0 if part is None else len(part) for part in came]
+            self.data = tensordict_utils.concat_tensordict([part for part in came if part is not None])
+
+    def to_owners(self, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return nested tensors `[rows, tokens]` of the rows that this rank had before, given those of its rows now."""
+        if self._sent is None:
+            return dict(outputs)
+        result = {}
+        for name, values in outputs.items():
+            rows = iter(values.detach().cpu().unbind())
+            returned = _exchanged([list(itertools.islice(rows, count)) for count in self._counts], self._group)
+            of_rows = dict(zip(itertools.chain(*self._sent), itertools.chain(*returned), strict=True))
+            own = [of_rows[number].to(values.device) for number in range(len(of_rows))]
+            result[name] = torch.nested.as_nested_tensor(own, layout=torch.jagged)
+        return result
+
+
+def _groups(of_ranks: Sequence[Sequence[Any]]) -> list[list[int]] | None:
+    """Return the rows of each rank, numbered over all ranks; None if they better stay where they are."""
+    rows = [row for rows in of_ranks for row in rows]
+    if len(rows) < len(of_ranks):
+        return None
+    groups = balance(rows, len(of_ranks))
+    dealt = max(PrefixTree.build([rows[number] for number in chosen]).num_rows for chosen in groups)
+    before = max(PrefixTree.build(rows).num_rows for rows in of_ranks)
+    return groups if dealt < WORTHWHILE * before else None
+
+
+def _exchanged(values: Sequence[Any], group: Group) -> list[Any]:
+    """Send each rank a value; return those that came from each."""
+    sent = [pickle.dumps(value) for value in values]
+    sizes = group.gather([len(one) for one in sent])
+    received = [of_rank[group.rank] for of_rank in sizes]
+    data = torch.from_numpy(np.frombuffer(b"".join(sent), np.uint8).copy())
+    found = group.all_to_all(data, sizes[group.rank], received).numpy().tobytes()
+    ends = np.cumsum(received)
+    return [pickle.loads(found[end - size : end]) for size, end in zip(received, ends, strict=True)]
 
 
 class _Rows(NamedTuple):
@@ -226,27 +323,24 @@ class _Rows(NamedTuple):
         return values[0] if self.mask is None else values[self.mask.bool()]
 
 
-def _token_values(
-    module: nn.Module,
-    inputs: dict[str, Any],
-    labels: torch.Tensor,
-    temperature: torch.Tensor | None,
-    extra: tuple[str, ...],
-) -> Values:
-    """Compute per-token values; compiled, and written so that no chunk has logits where the vocabulary is large."""
-    logits = module(**inputs, use_cache=False).logits.float()
-    if temperature is not None:
-        logits = logits / temperature
-    log_probs = logits.log_softmax(-1)
-    values = {"log_probs": log_probs.gather(-1, labels[..., None])[..., 0]}
-    if "entropy" in extra:
-        values["entropy"] = -(log_probs.exp() * log_probs).sum(-1)
-    if "sum_pi_squared" in extra:
-        values["sum_pi_squared"] = log_probs.exp().square().sum(-1)
-    return values
+@EngineRegistry.register(model_type="value_model", backend="dta", device=DEVICES)
+class DTAValueEngine(DTAEngine):
+    """The same for critics."""
+
+    @staticmethod
+    def compute(
+        module: nn.Module,
+        inputs: dict[str, Any],
+        labels: torch.Tensor,
+        temperature: torch.Tensor | None,
+        extra: tuple[str, ...],
+    ) -> Values:
+        """Compute the value of each token, by a head with one output, or by TRL's `v_head`."""
+        output = module(**inputs, use_cache=False)
+        return {"values": output[2] if hasattr(module, "v_head") else output.logits[..., 0]}
 
 
-def _check_settings(model: Any, engine: Any) -> None:
+def _check_settings(engine: Any) -> None:
     """Raise `OptionError` for settings that this engine does not support."""
     for name, value, accepted, instead in (
         (
@@ -256,21 +350,30 @@ def _check_settings(model: Any, engine: Any) -> None:
             "set it to 1: a schedule runs long sequences chunk by chunk; or use strategy=fsdp2",
         ),
         ("fsdp_config.qat.enable", engine.qat.enable, False, "set it to false, or use strategy=fsdp2"),
-        (
-            "model.use_fused_kernels",
-            model.use_fused_kernels,
-            False,
-            "set it to false: large vocabularies are reduced without logits as it is",
-        ),
-        ("model.use_liger", model.use_liger, False, "set it to false, or use strategy=fsdp2"),
-        (
-            "model.enable_activation_offload",
-            model.enable_activation_offload,
-            False,
-            "set it to false; fsdp_config.dta.memory_budget bounds the bytes that are kept",
-        ),
     ):
         _only(name, value, accepted, instead)
+
+
+# Settings of a model that change how it is computed, not what, by why they have no effect here.
+WITHOUT_EFFECT = {
+    "enable_gradient_checkpointing": "a plan says itself what is computed again",
+    "use_fused_kernels": "large vocabularies are reduced without logits as it is",
+    "use_liger": "kernels between matrix products are generated",
+    "enable_activation_offload": "fsdp_config.dta.memory_budget bounds the bytes that are kept",
+}
+
+
+def _without_kernels(model: Any) -> Any:
+    """Return the configuration of a model without the settings that have no effect, and say so once."""
+    found = [name for name in WITHOUT_EFFECT if getattr(model, name, False)]
+    if not found:
+        return model
+    model = copy.copy(model)
+    for name in found:
+        object.__setattr__(model, name, False)
+        if dist.get_rank() == 0:
+            logger.warning("dta: model.%s has no effect: %s", name, WITHOUT_EFFECT[name])
+    return model
 
 
 def _only(name: str, value: Any, accepted: Any, instead: str) -> None:
@@ -298,5 +401,9 @@ def _check_data(micro_batch: Any, inputs: Mapping[str, Any]) -> None:
         )
 
 
+def _setting(data: Any, name: str, default: Any) -> Any:
+    return tensordict_utils.get_non_tensor_data(data=data, key=name, default=default)
+
+
 def _flag(micro_batch: Any, name: str) -> bool:
-    return bool(tensordict_utils.get_non_tensor_data(data=micro_batch, key=name, default=False))
+    return bool(_setting(micro_batch, name, False))

@@ -22,10 +22,12 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 from verl.workers.utils.losses import ppo_loss
 
+from dta_compile import last_plan
 from dta_compile.data import Rollout
+from dta_compile.plan import PrefixTree
 from tests.support import vision
 
 FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -85,8 +87,9 @@ def verl_on_cpu() -> Iterator[None]:
     """Make verl use the CPU, and register its FSDP engine for it; starts one rank unless ranks exist."""
     before, own = platform_manager._current_platform, not dist.is_initialized()
     platform_manager._current_platform = CPU()
-    reference = EngineRegistry._engines["language_model"][REFERENCE]
-    reference["cpu"] = FSDPEngineWithLMHead
+    kinds = {"language_model": FSDPEngineWithLMHead, "value_model": FSDPEngineWithValueHead}
+    for kind, engine in kinds.items():
+        EngineRegistry._engines[kind][REFERENCE]["cpu"] = engine
     if own:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -94,7 +97,8 @@ def verl_on_cpu() -> Iterator[None]:
     finally:
         if own:
             dist.destroy_process_group()
-        del reference["cpu"]
+        for kind in kinds:
+            del EngineRegistry._engines[kind][REFERENCE]["cpu"]
         platform_manager._current_platform = before
 
 
@@ -187,19 +191,20 @@ def _image_rollout(model: Any, row: list[int | str], group: int, turn: int) -> I
     return ImageRollout(ids[0].numpy().astype(np.int32), spans, *own, media=media, positions=positions)
 
 
-def engine_of(strategy: str, path: str, settings: Settings) -> Any:
-    """Build verl's engine of a strategy like its workers do."""
+def engine_of(strategy: str, path: str, settings: Settings, kind: str = "language_model") -> Any:
+    """Build verl's engine of a strategy, for an actor or a critic ("value_model"), like its workers do."""
     model_config = HFModelConfig(
         path=path,
         load_tokenizer=False,
         override_config={"attn_implementation": "sdpa"},
+        model_type=kind,
         enable_gradient_checkpointing=settings.checkpointing,
         use_remove_padding=settings.remove_padding,
         **settings.model,
     )
     engine_config = actor_of(strategy, settings).engine
     engine = EngineRegistry.new(
-        model_type="language_model",
+        model_type=kind,
         backend=engine_config.strategy,
         model_config=model_config,
         engine_config=engine_config,
@@ -245,6 +250,8 @@ def data_of(rollouts: Sequence[Rollout], settings: Settings, old_logprobs: torch
         "loss_mask": masks,
         "advantages": advantages,
         "old_log_probs": [torch.zeros_like(values) for values in advantages],
+        "values": [torch.zeros_like(values) for values in advantages],
+        "returns": [values.cumsum(0) for values in advantages],
         "input_ids": whole,
         "position_ids": [getattr(one, "positions", torch.arange(len(one))) for one in rollouts],
     }
@@ -317,16 +324,23 @@ def update(engine: Any, data: Any, config: FSDPActorConfig) -> dict[str, Any]:
 
 
 def _two_ranks() -> dict[str, float]:
-    """Return the distance of the weights to verl's engine on as many ranks, and how far they moved."""
+    """Return the distances of weights and scores to verl's engine on as many ranks, how far the weights moved, and the
+    tokens of this rank's plan and of a tree over the rows that the rank was given."""
     settings = Settings(tokens=90, entropy=0.01)
     with tempfile.TemporaryDirectory() as path, verl_on_cpu():
         save_model(path, VOCABULARY)
-        mine = nested_rollouts(VOCABULARY, seed=dist.get_rank())
-        expected, ours = (train(engine_of(name, path, settings), mine, settings) for name in (REFERENCE, "dta"))
+        rollouts, ranks = nested_rollouts(VOCABULARY), dist.get_world_size()
+        # The two turns of an episode begin alike, and are on different ranks.
+        mine = [one for i, one in enumerate(rollouts) if (i + i // 2) % ranks == dist.get_rank()]
+        reference, engine = (engine_of(name, path, settings) for name in (REFERENCE, "dta"))
+        expected, ours = (train(one, mine, settings) for one in (reference, engine))
         start = engine_of(REFERENCE, path, settings).module.named_parameters()
         moved = max((full(parameter.detach()) - expected.weights[name]).abs().max().item() for name, parameter in start)
     difference = max((ours.weights[name] - weight).abs().max().item() for name, weight in expected.weights.items())
-    return {"moved": moved, "difference": difference}
+    scores = max((ours.scores[name] - value).abs().max().item() for name, value in expected.scores.items())
+    tokens = last_plan(engine.token_values).prefix_tree.num_rows
+    given = PrefixTree.build([rollout.tokens for rollout in mine]).num_rows
+    return {"moved": moved, "difference": difference, "scores": scores, "tokens": tokens, "given": given}
 
 
 if __name__ == "__main__":

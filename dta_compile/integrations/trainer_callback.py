@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import TrainerCallback
 
+from dta_compile.errors import OptionError
 from dta_compile.plan import PrefixTree
+
+Arguments = TypeVar("Arguments", bound=Any)
 
 logger = logging.getLogger("dta_compile")
 
@@ -52,6 +56,35 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
         self._observes = False
         self._compiled: torch.nn.Module | None = None
         self._call: Any = None
+
+    @staticmethod
+    def whole_steps(args: Arguments) -> Arguments:
+        """Return training arguments that make the same updates, each from one batch, so that all of its rows share.
+
+            trainer = GRPOTrainer(model, args=DTACallback.whole_steps(args), ..., callbacks=[DTACallback()])
+
+        Batches that were accumulated become one: of as many rows, with no accumulation, and for trainers that generate,
+        with a generation for as many updates as before.
+
+        Raises:
+            OptionError: a loss is normalised over the tokens of each batch, or an update is of several generations.
+        """
+        steps, split = args.gradient_accumulation_steps, getattr(args, "steps_per_generation", None) or 0
+        if getattr(args, "loss_type", None) == "bnpo" or split % steps:
+            raise OptionError(
+                "the batches of an update cannot be one batch",
+                expected="a loss that is no mean over the tokens of a batch, and steps_per_generation a multiple of"
+                " gradient_accumulation_steps",
+                got=f"loss_type={getattr(args, 'loss_type', None)!r}, steps_per_generation={split or None},"
+                f" gradient_accumulation_steps={steps}",
+                hint="choose other batches or loss_type='dapo', TRL's default",
+            )
+        args = copy.copy(args)
+        args.per_device_train_batch_size *= steps
+        args.gradient_accumulation_steps = 1
+        if split:
+            args.steps_per_generation = split // steps
+        return args
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Compile the model in place, unless it or a part of it is compiled."""
@@ -182,18 +215,17 @@ def compressions(batches: Sequence[Sequence[Any]]) -> tuple[float, float]:
 
 
 def _advice(args: Any) -> str:
-    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    one_batch = "args=DTACallback.whole_steps(args) makes the same update from one batch"
     if not hasattr(args, "num_generations"):
-        return (
-            f"per_device_train_batch_size={rows} and gradient_accumulation_steps=1 make the same update from one batch"
-        )
+        return one_batch
     steps = args.steps_per_generation
-    same = "the same update" if steps == args.gradient_accumulation_steps else "one update of a generation batch"
     rows = args.per_device_train_batch_size * steps
-    return (
-        "TRL shuffles the rows of a generation batch before it splits them, which cuts groups apart; "
-        f"per_device_train_batch_size={rows}, steps_per_generation=1 and gradient_accumulation_steps=1 make {same} "
-        f"from one batch (keep it a multiple of num_generations={args.num_generations})"
+    instead = (
+        f"per_device_train_batch_size={rows}, steps_per_generation=1 and gradient_accumulation_steps=1 make one update"
+        f" of a generation batch (keep it a multiple of num_generations={args.num_generations})"
+    )
+    return "TRL shuffles the rows of a generation batch before it splits them, which cuts groups apart; " + (
+        one_batch if steps == args.gradient_accumulation_steps else instead
     )
 
 

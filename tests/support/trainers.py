@@ -58,6 +58,13 @@ class Run(TrainerCallback):
             self.losses.append(logs["loss"])
 
 
+Adjust = Callable[[Any], Any]  # of the arguments of a trainer
+
+
+def same(arguments: Any) -> Any:
+    return arguments
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per word, `w5` is 5; 0 to 2 are padding, end and unknown."""
     words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>"])}
@@ -126,7 +133,9 @@ COMMON: dict[str, Any] = {
 }
 
 
-def grpo(folder: str, callbacks: list[Any], peft_config: Any = None, **settings: Any) -> GRPOTrainer:
+def grpo(
+    folder: str, callbacks: list[Any], peft_config: Any = None, adjust: Adjust = same, **settings: Any
+) -> GRPOTrainer:
     """Build a GRPO trainer on `completion(prompt, 0..GROUP-1)` of each prompt, passed in by its `rollout_func`."""
     words = tokenizer()
 
@@ -141,11 +150,13 @@ def grpo(folder: str, callbacks: list[Any], peft_config: Any = None, **settings:
     return GRPOTrainer(
         model(),
         reward,
-        args=GRPOConfig(
-            output_dir=folder,
-            num_generations=GROUP,
-            max_completion_length=12,
-            **{**COMMON, "per_device_train_batch_size": 2 * GROUP, **settings},
+        args=adjust(
+            GRPOConfig(
+                output_dir=folder,
+                num_generations=GROUP,
+                max_completion_length=12,
+                **{**COMMON, "per_device_train_batch_size": 2 * GROUP, **settings},
+            )
         ),
         train_dataset=Dataset.from_list([{"prompt": text(row)} for row in prompts(12)]),
         processing_class=words,
@@ -155,14 +166,16 @@ def grpo(folder: str, callbacks: list[Any], peft_config: Any = None, **settings:
     )
 
 
-def sft(folder: str, callbacks: list[Any], **settings: Any) -> SFTTrainer:
+def sft(folder: str, callbacks: list[Any], adjust: Adjust = same, **settings: Any) -> SFTTrainer:
     """Build an SFT trainer on prompts with several answers each, in sequence."""
     rows = [{"prompt": text(row), "completion": answer(row, i)} for row in prompts(8) for i in (0, 1)]
     return SFTTrainer(
         model(),
-        args=SFTConfig(
-            output_dir=folder,
-            **{**COMMON, "per_device_train_batch_size": 8, "train_sampling_strategy": "sequential", **settings},
+        args=adjust(
+            SFTConfig(
+                output_dir=folder,
+                **{**COMMON, "per_device_train_batch_size": 8, "train_sampling_strategy": "sequential", **settings},
+            )
         ),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer(),
@@ -170,7 +183,7 @@ def sft(folder: str, callbacks: list[Any], **settings: Any) -> SFTTrainer:
     )
 
 
-def dpo(folder: str, callbacks: list[Any], **settings: Any) -> DPOTrainer:
+def dpo(folder: str, callbacks: list[Any], adjust: Adjust = same, **settings: Any) -> DPOTrainer:
     """Build a DPO trainer with two answers per prompt."""
     rows = [
         {
@@ -183,22 +196,24 @@ def dpo(folder: str, callbacks: list[Any], **settings: Any) -> DPOTrainer:
     return DPOTrainer(
         model(),
         ref_model=model(),
-        args=DPOConfig(output_dir=folder, **{**COMMON, "per_device_train_batch_size": 4, **settings}),
+        args=adjust(DPOConfig(output_dir=folder, **{**COMMON, "per_device_train_batch_size": 4, **settings})),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer(),
         callbacks=callbacks,
     )
 
 
-def plain(folder: str, callbacks: list[Any], **settings: Any) -> Trainer:
+def plain(folder: str, callbacks: list[Any], adjust: Adjust = same, **settings: Any) -> Trainer:
     """Build transformers' own trainer, with the model's loss."""
     words = tokenizer()
     rows = [{"input_ids": [*row, *completion(row, i)]} for row in prompts(8) for i in (0, 1)]
     return Trainer(
         model(),
-        args=TrainingArguments(
-            output_dir=folder,
-            **{**COMMON, "per_device_train_batch_size": 8, "train_sampling_strategy": "sequential", **settings},
+        args=adjust(
+            TrainingArguments(
+                output_dir=folder,
+                **{**COMMON, "per_device_train_batch_size": 8, "train_sampling_strategy": "sequential", **settings},
+            )
         ),
         train_dataset=Dataset.from_list(rows),
         data_collator=DataCollatorForLanguageModeling(words, mlm=False),

@@ -12,8 +12,11 @@ import torch
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
+from trl import GRPOConfig
 from trl.kernels import ChunkedLogProbFunction
 
+import dta_compile
+from dta_compile.errors import OptionError
 from dta_compile.integrations import trl_head
 from dta_compile.integrations.trainer_callback import compressions, positions_are_relative, with_positions
 from tests.support import launched, trainers
@@ -65,9 +68,32 @@ def test_the_callback_compiles_and_warns_once_of_groups_that_are_cut_apart(caplo
     assert trainers.moved(eager) > 1e-3
     assert trainers.difference(eager, ours) < 1e-6
     (warning,) = [one.getMessage() for one in caplog.records if "all their rows in one batch" in one.getMessage()]
-    assert "per_device_train_batch_size=8, steps_per_generation=1 and gradient_accumulation_steps=1" in warning
+    assert "args=DTACallback.whole_steps(args) makes the same update from one batch" in warning
     assert len({id(plan) for plan in ours.plans}) == 2 * trainers.UPDATES, "every batch makes a plan"
     assert all(plan.stats.compression < 2 for plan in ours.plans), "groups that were not cut apart"
+    whole = trainers.train(trainers.grpo, trainers.callback, adjust=dta_compile.DTACallback.whole_steps, **SPLIT)
+    assert trainers.difference(eager, whole) < 1e-6
+    assert len({id(plan) for plan in whole.plans}) == trainers.UPDATES, "every update makes a plan"
+    assert all(plan.stats.compression > 2 for plan in whole.plans)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("way", ["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "plain"))])
+def test_whole_steps_make_the_updates_of_accumulated_batches(way):
+    make, settings = getattr(trainers, way), {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    eager = trainers.train(make, **settings)
+    whole = trainers.train(make, trainers.callback, adjust=dta_compile.DTACallback.whole_steps, **settings)
+    assert trainers.moved(eager) > 1e-3
+    assert trainers.difference(eager, whole) < 1e-6
+    assert len({id(plan) for plan in whole.plans}) == trainers.UPDATES
+
+
+def test_batches_that_cannot_be_one_are_an_error():
+    settings = {"output_dir": "none", "num_generations": 2, "use_cpu": True, "bf16": False}
+    uneven = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 3}
+    for other in ({"loss_type": "bnpo"}, uneven):
+        with pytest.raises(OptionError, match="cannot be one batch"):
+            dta_compile.DTACallback.whole_steps(GRPOConfig(**settings, **other))
 
 
 def lora():

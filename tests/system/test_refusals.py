@@ -149,6 +149,11 @@ def no_grad_write(block, x, q, k, v):
     return x.sin()
 
 
+def scale_of_the_tensor(block, x, q, k, v):
+    scale = x.detach().abs().max()
+    return (x / scale).round() * scale
+
+
 def detached_write(block, x, q, k, v):
     x = x * 1.5
     x.view(-1).detach()[3:].mul_(2)
@@ -197,6 +202,7 @@ def clipped_gradient(block, x, q, k, v):
         (convolution, "it convolves along the token axis"),
         (cumulative_sum, "it accumulates along the token axis"),
         (batch_norm, "batch norm takes its statistics of all tokens"),
+        (scale_of_the_tensor, "a largest entry over all tokens, such as the scale of a tensor in float8"),
         (mean_pool, "it sums along the token axis"),
         (batch_mean, "it sums along the batch axis"),
         (reversed_tokens, "it reorders along the token axis"),

@@ -188,6 +188,11 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
             "write attention as torch.nn.functional.scaled_dot_product_attention"
             " (transformers: attn_implementation='sdpa')"
         )
+    elif name.startswith(("aten.select.", "aten.cumsum.", "aten.cumprod.", "aten.logcumsumexp.")):
+        hint = (
+            "a recurrence over tokens runs over the tree if it calls dta_compile.linear_attention, gated_delta_rule,"
+            " selective_scan or short_convolution in place of a loop or a cumulative sum"
+        )
     elif name.startswith(("aten.max.", "aten.amax.", "aten.aminmax.")):
         hint = (
             "a largest entry over all tokens, such as the scale of a tensor in float8 or int8 training, changes with the"

@@ -89,7 +89,7 @@ def shifts_to_mixers(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
         if node.target not in ROOTS or node not in before or node not in with_gradient or not is_float(node):
             continue
         with graph.inserting_before(node):
-            if (value := _whole(node, batch, tokens, of_data)) is not None:
+            if (value := _whole(node, batch, tokens, of_data, with_gradient)) is not None:
                 node.replace_all_uses_with(value)
     graph.eliminate_dead_code(fx.Node.is_impure)
 
@@ -100,7 +100,9 @@ def _layers(graph: fx.Graph, of_data: set[fx.Node]) -> list[fx.Node]:
     return [node for node in products if any(has_tensor(arg) and arg not in of_data for arg in node.args[-2:])]
 
 
-def _whole(node: fx.Node, batch: sympy.Expr, tokens: sympy.Expr, of_data: set[fx.Node]) -> fx.Node | None:
+def _whole(
+    node: fx.Node, batch: sympy.Expr, tokens: sympy.Expr, of_data: set[fx.Node], with_gradient: set[fx.Node]
+) -> fx.Node | None:
     """Return a value to replace a node of shifted tokens by; None for other nodes."""
     if node.target is aten.slice_scatter.default and sizes(node) == sizes(node.args[1]):
         return node.args[1]  # writes all entries: the outer one of two nodes for `y[:, 0] = x`
@@ -111,7 +113,7 @@ def _whole(node: fx.Node, batch: sympy.Expr, tokens: sympy.Expr, of_data: set[fx
         return None
     if node.target is aten.slice.Tensor and sizes(node.args[0])[dim] == tokens:
         return None  # all of the tokens
-    shifts, last = _Shifts(node, dim, batch, tokens, of_data), node.prev
+    shifts, last = _Shifts(node, dim, batch, tokens, of_data, with_gradient), node.prev
     try:
         with node.meta["val"].fake_mode:  # for constructors
             value = shifts.assembled(node, 0)
@@ -139,10 +141,24 @@ def _dim_of(node: fx.Node) -> int | None:
 
 
 class _Shifts:
-    """Extension of values to `tokens` entries along one dimension; `of_data`: nodes that depend on data."""
+    """Extension of values to `tokens` entries along one dimension.
 
-    def __init__(self, root: fx.Node, dim: int, batch: sympy.Expr, tokens: sympy.Expr, of_data: set[fx.Node]) -> None:
+    Args:
+        of_data: nodes that depend on data.
+        with_gradient: nodes that depend on parameters. The others are computed for the batch, before the tree.
+    """
+
+    def __init__(
+        self,
+        root: fx.Node,
+        dim: int,
+        batch: sympy.Expr,
+        tokens: sympy.Expr,
+        of_data: set[fx.Node],
+        with_gradient: set[fx.Node],
+    ) -> None:
         self.root, self.graph, self.batch, self.tokens, self.of_data = root, root.graph, batch, tokens, of_data
+        self.with_gradient = with_gradient
         self.back = root.meta["val"].dim() - dim  # the dimension, counted from the end
         self.any = False  # whether anything is shifted
         self._length: fx.Node | None = None
@@ -320,6 +336,9 @@ class _Shifts:
         if count == 0:
             return node
         self.any = True
+        if node not in self.with_gradient:
+            pads = [*[0, 0] * (self.back - 1), count, -count]
+            return call(self.graph, aten.constant_pad_nd.default, node, pads)
         graph, dim, value = self.graph, self._dim(node), node.meta["val"]
         self._require(dim > 0 and sizes(node)[0] == self.batch)
         order = [0, dim, *(i for i in range(1, value.dim()) if i != dim)]
@@ -341,8 +360,8 @@ class _Shifts:
 
 
 def shifted(node: fx.Node, dim: int, batch: sympy.Expr, tokens: sympy.Expr) -> fx.Node:
-    """Return a value of all tokens along a dimension, shifted by a token; the first token keeps its own."""
-    shifts = _Shifts(node, dim, batch, tokens, set())
+    """Return a value with a gradient of all tokens along a dimension, shifted by a token; the first keeps its own."""
+    shifts = _Shifts(node, dim, batch, tokens, set(), {node})
     with node.meta["val"].fake_mode:  # for constructors
         return shifts._first(1, _Extended(node), _Extended(shifts._shifted(node, 1), 1)).node
 

@@ -118,10 +118,17 @@ def of_some_features(x, g):
     return y.flatten(2)
 
 
+def of_features_beside_a_constant(x, g):
+    y = x.new_zeros(*x.shape[:2], 2 * x.shape[2])
+    y[..., : x.shape[2]] = x
+    return rolled(torch.cat([y[..., ::2], x[..., 1::2]], -1), g)
+
+
 @pytest.mark.parametrize(
     "shift",
     [
         added,
+        of_features_beside_a_constant,
         padded_and_cut,
         of_rwkv,
         rolled,

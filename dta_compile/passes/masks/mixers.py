@@ -195,8 +195,8 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
         )
     elif name.startswith(("aten.max.", "aten.amax.", "aten.aminmax.")):
         hint = (
-            "a largest entry over all tokens, such as the scale of a tensor in float8 or int8 training, changes with the"
-            " batch: leave the layers before the last attention unquantised, or take a scale per token"
+            "a largest entry over all tokens, such as the scale of a tensor in float8 or int8 training, changes with"
+            " the batch: leave the layers before the last attention unquantised, or take a scale per token"
         )
     return RefusalError(
         "tokens are mixed before the last attention by something other than attention",

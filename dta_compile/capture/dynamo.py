@@ -55,6 +55,8 @@ SELECTIONS = "capture_dynamic_output_shape_ops"
 _duck_shapes_before: list[bool] = []
 # Ids of running compilations whose graphs end where rows are selected by a condition.
 _without_selections: set[Any] = set()
+# Ids of running compilations whose graphs end at conditions on what is selected.
+_without_branches: set[Any] = set()
 # Ids of running compilations whose layers cannot be traced once for all copies.
 _without_regions: set[Any] = set()
 # The latest function that Dynamo could not trace: its compiler, and the first reason.
@@ -275,6 +277,16 @@ def _trace_without_selections(output_graph: Any) -> None:
         _trace_again_without(_without_selections, "selections of rows")
 
 
+def takes_branches(output_graph: Any) -> bool:
+    """Whether a trace takes branches that the model skips where nothing is selected (`selected_branches`)."""
+    return traces_selections(output_graph) and CompileContext.current_compile_id() not in _without_branches
+
+
+def trace_without_branches() -> NoReturn:
+    """Make Dynamo trace once more, ending the graph at conditions on what is selected."""
+    _trace_again_without(_without_branches, "branches over selected rows")
+
+
 def _trace_again_without(compilations: set[Any], what: str) -> NoReturn:
     """Add the running compilation to a set until it ends, and make Dynamo trace once more."""
     if _clear_ids not in callback_handler.end_callbacks:
@@ -447,6 +459,7 @@ def cause(error: BaseException) -> str:
 def _clear_ids(*_: Any) -> None:
     """Clear ids at the end of every compilation, where Dynamo calls this, because `reset()` restarts them."""
     _without_selections.clear()
+    _without_branches.clear()
     _without_regions.clear()
     _has_given_up.clear()
 

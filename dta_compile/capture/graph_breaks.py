@@ -1,4 +1,5 @@
-"""Avoid three unnecessary graph breaks of Dynamo: a symbolic `is_causal`, `requires_grad_()` of a result, `tolist()`.
+"""Avoid unnecessary graph breaks of Dynamo: a symbolic `is_causal`, `requires_grad_()` of a result, `tolist()`, and
+branches that are skipped where no rows are selected.
 
 `backend.py` patches Dynamo once, on import; only traces for this backend are affected.
 """
@@ -10,10 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo.variables import ConstantVariable, TensorVariable, TorchInGraphFunctionVariable
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables import (
+    ConstantVariable,
+    SliceVariable,
+    TensorVariable,
+    TorchInGraphFunctionVariable,
+)
 from torch._dynamo.variables.tensor import SymNodeVariable
 
-from dta_compile.capture import dynamo
+from dta_compile.capture import dynamo, selected_branches
 
 
 def avoid() -> None:
@@ -22,6 +30,8 @@ def avoid() -> None:
         (TorchInGraphFunctionVariable, "call_function", _specialising_bools),
         (TensorVariable, "method_requires_grad_", _tracing_requires_grad),
         (TensorVariable, "method_tolist", _tracing_tolist),
+        (InstructionTranslatorBase, "step", selected_branches.taking_branches),
+        (OutputGraph, "compile_subgraph", selected_branches.refusing_open_branches),
     ):
         method = getattr(owner, name, None)
         if method is not None and not hasattr(method, "of_dta"):
@@ -73,13 +83,20 @@ def _tracing_requires_grad(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tracing_tolist(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Trace `counts.tolist()` as unbacked SymInts: sizes of groups of slots, which `lower` does without."""
+    """Trace `counts.tolist()` as unbacked SymInts: sizes of groups of slots, which `lower` does without.
+
+    The numbers of `bincount(experts, minlength=E)` are E if no index is larger, which the size of a list has to tell.
+    """
 
     @functools.wraps(method)
     def method_tolist(self: Any, tx: Any) -> Any:
         if not dynamo.traces_selections(tx.output):
             return method(self, tx)
-        mode = tx.output.fake_mode
+        node, mode = self.as_proxy().node, tx.output.fake_mode
+        least = node.kwargs.get("minlength") if getattr(node.target, "__name__", node.target) == "bincount" else None
+        if type(least) is int:
+            first = SliceVariable([ConstantVariable.create(i) for i in (None, least, None)], tx)
+            self = self.call_method(tx, "__getitem__", [first], {})
         before, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
         try:
             return method(self, tx)

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dta_compile.errors import RefusalError
-from tests.support.helpers import make_batch
+from tests.support.helpers import EXACT, Batch, assert_equal, make_batch, measure, random_loss
 from tests.support.inside import inside
-from tests.support.mixtures import EXPERTS, HIDDEN, DeepSeek, Mixture, Model, assert_exact, one_by_one
+from tests.support.mixtures import EXPERTS, HIDDEN, DeepSeek, Mixture, Model, assert_exact, call, one_by_one
 from tests.support.tiny import (
     SMALL_CHUNKS,
     VOCABULARY,
@@ -183,6 +183,53 @@ class Shared(Mixtral):
         return super().mix(x, weights, chosen) + self.experts[0](x) * torch.sigmoid(self.router(x)[:, :1])
 
 
+class IfAny(Mixture):
+    """Skips experts without tokens, by a mask of them, once for each slot."""
+
+    def mix(self, x, weights, chosen):
+        out = torch.zeros_like(x)
+        for slot in range(self.k):
+            for number, expert in enumerate(self.experts):
+                mask = chosen[:, slot] == number
+                if mask.any():
+                    out[mask] += weights[mask, slot, None] * expert(x[mask])
+        return out
+
+
+class IfRows(Mixture):
+    """By the size of a selection, in a function of its own that returns."""
+
+    def mix(self, x, weights, chosen):
+        out = torch.zeros_like(x)
+        for number in range(EXPERTS):
+            self.add(number, out, x, weights, chosen)
+        return out
+
+    def add(self, number, out, x, weights, chosen):
+        rows, slot = torch.where(chosen == number)
+        if rows.shape[0] == 0:
+            return
+        out.index_add_(0, rows, self.experts[number](x[rows]) * weights[rows, slot].unsqueeze(-1))
+
+
+class IfCounted(Mixture):
+    """By counts, as in DeepSeek-V3's file, and by a sum."""
+
+    def mix(self, x, weights, chosen):
+        out = torch.zeros_like(x)
+        counts = torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()
+        for number in range(EXPERTS - 1):
+            if counts[number] == 0:
+                continue
+            rows, slot = torch.where(chosen == number)
+            out[rows] += self.experts[number](x[rows]) * weights[rows, slot, None]
+        mask = chosen == EXPERTS - 1
+        if mask.sum() > 0:
+            rows, slot = mask.nonzero(as_tuple=True)
+            out = out.index_add(0, rows, self.experts[-1](x[rows]) * weights[rows, slot, None])
+        return out
+
+
 WAYS = [Mixtral, DeepSeek, OneColumn, Masked, TokensOfSequences, Columns, Slots, Scattered, Dense, Checkpointed]
 WAYS += [Twice, Shared, Gathered, FlatPlaces, Repeated]
 
@@ -190,6 +237,22 @@ WAYS += [Twice, Shared, Gathered, FlatPlaces, Repeated]
 @pytest.mark.parametrize("mixture", one_by_one(WAYS, (DeepSeek, TokensOfSequences)))
 def test_written_as(mixture):
     assert_exact(Model(mixture, layers=2 if mixture in (DeepSeek, Repeated) else 1))
+
+
+@pytest.mark.parametrize("mixture", [IfAny, IfRows, IfCounted])
+def test_experts_that_are_skipped_without_tokens(mixture):
+    model = Model(mixture)
+    assert_exact(model)
+    for part in model.mixtures:
+        part.router.weight.data.zero_()  # all tokens choose the same experts
+    torch._dynamo.reset()
+    batch = Batch(shared_ids(4, 7))
+    loss, compiled = random_loss(batch, VOCABULARY), torch.compile(model, backend="dta", options=SMALL_CHUNKS)
+    actual, expected = (measure(one, model, batch, loss, call) for one in (compiled, model))
+    unused = actual.gradients.keys() - expected.gradients.keys()
+    assert unused and not any(actual.gradients.pop(name).any() for name in unused)
+    assert_equal(actual, expected, EXACT)
+    assert inside(compiled).only
 
 
 @pytest.mark.parametrize("kind", one_by_one(["norm", "unsafe"], ["unsafe"]))
@@ -238,6 +301,64 @@ class Loop(Mixture):
 class IfThereAre(Loop):
     def of_one(self, *arguments):
         return arguments[0] if arguments[2].numel() == 0 else super().of_one(*arguments)
+
+
+class Branching(Loop):
+    """Does something also where an expert has no tokens; subclasses say what."""
+
+    def mix(self, x, weights, chosen):
+        out, hits = x * 0.5, 0
+        for number, expert in enumerate(self.experts):
+            mask = (chosen == number).any(-1)
+            if mask.any():
+                out, hits = self.of_some(out, hits, x, mask, (chosen != number).any(-1), expert)
+        return out * (1 + hits)
+
+
+class Scaling(Branching):
+    def of_some(self, out, hits, x, mask, others, expert):
+        return out * 2, hits
+
+
+class OfOthers(Branching):
+    def of_some(self, out, hits, x, mask, others, expert):
+        out[others] += expert(x[others])
+        return out, hits
+
+
+class Hits(Branching):
+    def of_some(self, out, hits, x, mask, others, expert):
+        out[mask] += expert(x[mask])
+        return out, hits + 1
+
+
+class OfAView(Branching):
+    def of_some(self, out, hits, x, mask, others, expert):
+        out[:2].add_(1)
+        return out, hits
+
+
+class Else(Mixture):
+    def mix(self, x, weights, chosen):
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mask = (chosen == number).any(-1)
+            if mask.any():
+                out[mask] += expert(x[mask])
+            else:
+                out = out + 1
+        return out
+
+
+class OfAnEarlierMask(Mixture):
+    def mix(self, x, weights, chosen):
+        out, which = torch.zeros_like(x), chosen.clone()
+        mask = (which == 0).any(-1)
+        which.view(-1).fill_(0)
+        if mask.any():
+            now = (which == 0).any(-1)
+            out[now] += self.experts[0](x[now])
+        return out
 
 
 class InPython(Loop):
@@ -314,6 +435,7 @@ class Jittered(Mixtral):
 
 REFUSED = {
     IfThereAre: r"graph break.*numel\(\) == 0.*drop the `if`",
+    **dict.fromkeys((Scaling, OfOthers, Hits, OfAView, Else, OfAnEarlierMask), r"graph break.*if mask\.any"),
     OnlyHit: r"graph break.*for number in F\.one_hot.*loop over all of them",
     InPython: r"graph break.*rows\.tolist\(\).*\.tolist\(\)",
     Centred: "selected by a condition.*y.mean.*along the token axis",

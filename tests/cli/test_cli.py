@@ -193,6 +193,10 @@ def test_bad_options_are_refused_with_a_suggestion(lines, capsys):
     assert "did you mean 'vanilla'?" in capsys.readouterr().err
     assert main(["plan", lines, "--chunk-size", "0"]) == 2
     assert "chunk_size" in capsys.readouterr().err
+    for command in ("plan", "why", "estimate config.json"):
+        assert main([*command.split(), lines, "--chunk-sizes", "8"]) == 2
+        told = capsys.readouterr().err
+        assert "--chunk-sizes" in told and f"dta {command.split()[0]} --help says" in told
     assert main(["plan", lines, "--memory-budget", "100"]) == 2
     assert "bytes_per_token" in capsys.readouterr().err
     assert main(["plan", lines, "--memory-budget", "100", "--bytes-per-token", "10"]) == 0

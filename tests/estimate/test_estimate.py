@@ -106,7 +106,7 @@ def test_the_command_says_what_its_times_rest_on(config, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["CONFIG", "--device", "h1000"], "did you mean 'h100'"),
+        (["CONFIG", "--device", "h1000"], "h100-pcie, h200"),
         (["CONFIG", "--tflops", "-1"], "--tflops"),
         (["CONFIG", "--calibration", "CONFIG"], "not a calibration"),
         (["missing.json"], "missing.json"),

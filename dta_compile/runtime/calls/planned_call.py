@@ -300,7 +300,7 @@ def _read(call: Call, wanted: Sequence[bool]) -> _Read:
 def _notes(call: Call, tokens: BatchTokens) -> list[str]:
     """Return hints for the plan about settings and inputs that may be mistakes."""
     notes = []
-    if is_hidden():
+    if is_hidden() or call.context.has_checkpoints:
         notes.append("gradient checkpointing has no effect here: memory_budget decides what is computed again")
     ids = next((item for item in call.executable.trunk_inputs if item.indexes and item.is_input), None)
     everything_is_real = tokens.segments is None and len(tokens.places) == call.batch * call.tokens

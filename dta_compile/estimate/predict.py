@@ -239,6 +239,17 @@ def estimate(
     )
 
 
+def plan_on(
+    sequences: Sequence[Recorded], shape: ModelShape, device: Device, options: Options, ranks: Ranks
+) -> tuple[Plan, float]:
+    """Plan a sweep of chunks over all sequences at once; return the plan, and its predicted peak bytes."""
+    step = _Step(shape, ranks, options, cost_of(shape, device), (1.0, 1.0), device.memory)
+    step.take(sequences, 1)
+    nothing = step.planned("chunks", "nothing kept", 0)
+    prediction, plan = step.by_budget("chunks", nothing, device.memory, USABLE * device.memory)[0]
+    return plan, prediction.bytes
+
+
 def _largest(sequences: Sequence[Recorded], count: int) -> list[Recorded]:
     """Balance the sequences over `count` groups, and return the group with the largest tree."""
     if count == 1:

@@ -281,7 +281,7 @@ def looks_padded(ids: npt.NDArray[Any], tree_tokens: int, share: bool) -> str | 
         saved = tree_tokens - PrefixTree.build([row[::-1] if word == "end" else row for row in bare], share).num_rows
         if saved >= LEAST_SHARE * tree_tokens:
             return (
-                f"{counts.max()} of {len(ids)} rows {word} in runs of token {token}, which looks like padding and costs "
-                f"{saved:,} of {tree_tokens:,} tokens that are run"
+                f"{counts.max()} of {len(ids)} rows {word} in runs of token {token}, which looks like padding and "
+                f"costs {saved:,} of {tree_tokens:,} tokens that are run"
             )
     return None

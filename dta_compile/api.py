@@ -35,8 +35,10 @@ def last_plan(compiled: Any) -> Plan:
         raise OptionError(
             "no plan yet",
             expected="a call of the compiled function that ran over a tree",
-            got=record.as_captured[-1] if record.as_captured else "none so far",
-            hint="call it first; dta_compile.explain says why a call would not run over a tree",
+            got=record.as_captured[-1] if record.as_captured else "no call with attention that ran",
+            hint="dta_compile.explain says why a call does not run over a tree"
+            if record.as_captured or record.graphs
+            else "call it first; dta_compile.explain says why a call would not run over a tree",
         )
     return plan
 

@@ -202,5 +202,6 @@ def _check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def _suggest(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.8)  # a typo, not another word of like letters
+    near = near or [name for name in known if sorted(name) == sorted(word)]
     return f"did you mean {near[0]!r}?" if near else ""

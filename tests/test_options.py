@@ -30,6 +30,13 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(typo, meant):
         Options.parse({typo: 1})
 
 
+@pytest.mark.parametrize("word", ["seed", "mode", "trace", "retention"])
+def test_another_word_of_like_letters_is_no_suggestion(word):
+    with pytest.raises(OptionError) as raised:
+        Options.parse({word: 1})
+    assert "did you mean" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -30,7 +30,7 @@ from dta_compile.passes.symbols import depends_on_data, expression, selects_rows
 
 GENERATION = (
     "a call without gradients reads or fills a KV cache, as generation does: such calls run as captured "
-    "(for scoring over the prefix tree, pass use_cache=False, and no cache)"
+    "(scoring runs over the prefix tree where it is given no cache; one that it makes itself does not matter)"
 )
 
 NO_ATTENTION = (

@@ -28,7 +28,14 @@ MOST = 2**62  # largest count that an argument may have
 
 
 class Parser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` that raises OptionError instead of ending the process."""
+    """`argparse.ArgumentParser` that raises OptionError instead of ending the process, for its own arguments alone."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the arguments; a parser of a subcommand leaves none to `dta`, whose help does not list them."""
+        namespace, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return namespace, rest
 
     def error(self, message: str) -> NoReturn:
         """Raise OptionError with the message that argparse would print."""

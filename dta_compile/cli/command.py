@@ -38,7 +38,10 @@ from dta_compile.cli.estimate_command import add_estimate
 from dta_compile.cli.split import add_split
 from dta_compile.cli.why_command import add_why
 from dta_compile.data import Recorded, Recording
+from dta_compile.divergence import find_losses
 from dta_compile.errors import DTAError, OptionError, PlanError
+from dta_compile.estimate.devices import DEVICES, device_named
+from dta_compile.estimate.predict import OPTIMIZERS, Ranks, model_shape, plan_on
 from dta_compile.options import CHOICES, MOST_CHUNK_TOKENS, Options
 from dta_compile.plan import Plan, plan
 from dta_compile.plan.schedule import MODES, Anchor, Forward
@@ -121,6 +124,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-bytes-per-token", type=whole(0), default=0, help="keys and values of one token, all layers"
     )
+    parser.add_argument("--config", help="config.json of a model: with it memory is of a device, as in dta estimate")
+    parser.add_argument("--device", default="h100", help=f"for --config: {', '.join(DEVICES)} (default: %(default)s)")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="none", help="for --config: in the memory too")
     add_compare(parser)
     parser.add_argument("--leaf-only", action="store_true", help="leave out sequences that are prefixes of others")
     parser.add_argument("--schedule", action="store_true", help="print the operations too")
@@ -160,27 +166,41 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     if arguments.html == "-":
         raise PlanError("a page is not for the terminal", expected="--html with the name of a file")
+    if arguments.config and (arguments.compare or arguments.rows is not None or arguments.bytes_per_token is not None):
+        raise PlanError(
+            "--config plans one batch, and says itself what a token takes",
+            hint="leave out --config, or --compare, --rows and --bytes-per-token",
+        )
     if arguments.compare or arguments.rows is not None:
         return _plan_batches(arguments)
     recording = read_source(arguments.file, read_options(arguments), arguments.leaf_only)
     if len(recording.batches) > 1:
-        if arguments.html or arguments.dot or arguments.schedule:
+        if arguments.html or arguments.dot or arguments.schedule or arguments.config:
             raise PlanError(
                 "a tree is of one batch, and a folder of dumps has one in each file",
                 got=f"{len(recording.batches)} files",
                 hint="name one of its files",
             )
         return _plan_batches(arguments)
-    batch_plan = _make_plan(recording.sequences, arguments)
+    if arguments.config:
+        batch_plan, device = _plan_on_device(recording.sequences, arguments)
+    else:
+        batch_plan, device = _make_plan(recording.sequences, arguments), None
     for target, render in ((arguments.json, as_json), (arguments.dot, as_dot)):
         if target:
             write(target, render(batch_plan))
     if arguments.html:
-        batch_plan.to_html(arguments.html, title=_name(arguments.file), **_page_facts(recording))
+        facts = {"title": _name(arguments.file), "device": device, **_page_facts(recording)}
+        facts["sequences"] = [sequence.tokens for sequence in recording.sequences]
+        batch_plan.to_html(arguments.html, **facts)
         written = Path(arguments.html)
         print(f"{visible(str(written.resolve()))}: {written.stat().st_size / 1e6:.1f} MB, opens in a browser from disk")
     if not (arguments.json or arguments.dot or arguments.html):
         _print(batch_plan, arguments)
+    if device and arguments.json != "-" and arguments.dot != "-":
+        name, memory, peak = device
+        text = f"{name}: {peak / 1e9:.1f} of {memory / 1e9:.0f} GB at the peak, swept by chunks with the model in it"
+        print(f"{text}; dta estimate says what other sweeps and budgets take")
     return 0
 
 
@@ -188,6 +208,16 @@ def _make_plan(sequences: list[Recorded], arguments: argparse.Namespace) -> Plan
     names = ("mode", "chunk_size", "strategy", "order", "memory_budget", "bytes_per_token", "kv_bytes_per_token")
     options = {name: getattr(arguments, name) for name in names}
     return plan([sequence.tokens for sequence in sequences], routes=routes_of(sequences), **options)
+
+
+def _plan_on_device(sequences: list[Recorded], arguments: argparse.Namespace) -> tuple[Plan, tuple[str, float, float]]:
+    """Plan for a model on a device; return the plan, the device's name and bytes, and the predicted peak bytes."""
+    device = device_named(arguments.device)
+    names = ("chunk_size", "strategy", "order", "memory_budget")
+    options = Options(**{name: getattr(arguments, name) for name in names})
+    ranks = Ranks(optimizer=arguments.optimizer)
+    batch_plan, peak = plan_on(sequences, model_shape(arguments.config), device, options, ranks)
+    return batch_plan, (device.name, device.memory, peak)
 
 
 def _plan_batches(arguments: argparse.Namespace) -> int:
@@ -209,7 +239,8 @@ def _plan_batches(arguments: argparse.Namespace) -> int:
 def _page_facts(recording: Recording) -> dict[str, Any]:
     """Return the facts for the HTML page (tokenizer, rewards, loss spans, names) that every sequence has."""
     sequences = recording.sequences
-    facts: dict[str, Any] = {"tokenizer": recording.tokenizer}
+    decode = recording.tokenizer.decode if recording.tokenizer else None
+    facts: dict[str, Any] = {"tokenizer": recording.tokenizer, "losses": find_losses(sequences, decode)}
     for key, name in (("rewards", "reward"), ("loss_masks", "spans"), ("names", "name")):
         values = [getattr(sequence, name) for sequence in sequences]
         if sequences and None not in values:
@@ -282,7 +313,7 @@ def _label(node: dict[str, Any]) -> str:
     size = node["stop"] - node["start"]
     ends = [f"s{sequence}" for sequence in node["sequences"][:MOST_SEQUENCES]]
     more = len(node["sequences"]) - len(ends)
-    label = f"[{node['start']}:{node['stop']}] {size:,} token{'s' * (size != 1)}"
+    label = f"[{node['start']:,}:{node['stop']:,}] {size:,} token{'s' * (size != 1)}"
     return label + (f", ends {' '.join(ends)}" if ends else "") + (f" and {more:,} more" if more else "")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 
 from rich.console import Console
 from rich.table import Table
@@ -18,9 +19,9 @@ from dta_compile.options import CHOICES, Options
 from dta_compile.plan import CostModel
 
 FIGURE = real(1e-6, 1e9)  # range of device figures: TFLOP/s, TB/s, GB
-WIDTH = 100  # least width of the table in columns
+MOST_COLUMNS = 1000
 NOTES = """\
-Ranges: steps measured on an H100 took 0.80 to 1.02 of what is predicted, memory 0.87 to 1.12; a device that was
+Ranges: steps measured on an H100 took 0.80 to 1.02 of what is predicted, memory 1.06 to 1.14; a device that was
 not measured gets a factor of 2. Others are priced at the same rates, and scaled as they were measured there: dense
 steps took 1.0 to 1.8 times as long, with checkpoints 1.7 to 3.7, packed trees 1.1 to 1.7. Not in it: the time of the
 optimiser and of what ranks send each other, what the loss keeps. Sliding windows are priced as full attention."""
@@ -73,7 +74,9 @@ def _run(arguments: argparse.Namespace) -> int:
     sequences = max(batches, key=lambda batch: sum(map(len, batch)), default=[])  # the largest file of a folder
     cost = None if arguments.calibration is None else _calibrated(arguments.calibration)
     shape = model_shape(arguments.config)
-    result = estimate(sequences, shape, device, options, cost, ranks)
+    result, default = estimate(sequences, shape, device, options, cost, ranks), None
+    if options.memory_budget is not None and (result.best is None or result.best.budget != options.memory_budget):
+        default = estimate(sequences, shape, device, dataclasses.replace(options, memory_budget=None), cost, ranks)
     if arguments.json:
         figures = {"stats": result.plan.stats, **vars(result), "model": shape}
         del figures["plan"]
@@ -82,7 +85,7 @@ def _run(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False)
     size = f"{shape.parameters / 1e9:.2f}B parameters, {shape.layers} layers"
     console.print(f"{visible(shape.name)}: {size}", soft_wrap=True, markup=False)
-    _print(result, device, console)
+    _print(result, default, device, console)
     return 0
 
 
@@ -95,7 +98,7 @@ def _calibrated(path: str) -> CostModel:
         raise OptionError("not a calibration", expected="a file of the cache folder", got=f"{path}: {error}") from error
 
 
-def _print(result: Estimate, device: Device, console: Console) -> None:
+def _print(result: Estimate, default: Estimate | None, device: Device, console: Console) -> None:
     stats = result.plan.stats
     shared = f"C {stats.compression:.2f}, attention {stats.attention_compression:.2f}"
     console.print(
@@ -111,10 +114,13 @@ def _print(result: Estimate, device: Device, console: Console) -> None:
         table.add_row(*_row(prediction, result), style="bold" if prediction is result.best else "")
     for prediction in result.others:
         table.add_row(*_row(prediction, result))
-    console.width = max(console.width, WIDTH)
+    wide = console.options.update(max_width=MOST_COLUMNS)
+    console.width = max(console.width, console.measure(table, options=wide).maximum)  # figures are never cut
     console.print(table)
     console.print(NOTES, style="dim", soft_wrap=True)
     console.print(verdict(result, device), soft_wrap=True, markup=False)
+    if default and default.best and default.best.seconds < (result.best.seconds if result.best else math.inf):
+        console.print(f"without --memory-budget: {_with(default.best, default)}", soft_wrap=True)
 
 
 def verdict(result: Estimate, device: Device) -> str:
@@ -124,20 +130,23 @@ def verdict(result: Estimate, device: Device) -> str:
     optimiser = "no optimiser" if ranks.optimizer == "none" else f"{ranks.optimizer} in it"
     memory = f"{device.memory / 1e9:,.0f} GB of memory, {result.usable / 1e9:,.0f} of them for plans"
     if best is not None:
-        budget = device.memory if best.budget is None else best.budget
-        options = f"options={{'sweep': '{best.sweep}', 'memory_budget': '{budget / 1e9:.1f}GB'}}"
-        parts = f", each rank's batch in {result.batches} one after another" if result.batches > 1 else ""
-        times = f"{_seconds(best.seconds)} s, {_seconds(best.seconds * best.factors[0])} to "
-        times += f"{_seconds(best.seconds * best.factors[1])} s"
-        return (
-            f"verdict: fits {where} ({memory}, {optimiser}) with {options}{parts}: {best.bytes / 1e9:,.1f} GB, {times}"
-        )
+        return f"verdict: fits {where} ({memory}, {optimiser}) with {_with(best, result)}"
     leanest = min(result.ours, key=lambda prediction: prediction.bytes)
     text = f"verdict: does not fit {where} ({memory}, {optimiser}): at least {leanest.bytes / 1e9:,.1f} GB"
     text += f", {result.fixed_bytes / 1e9:,.1f} of them for weights, gradients and the optimiser"
     if result.ranks_needed is None:
         return f"{text}; no number of ranks makes it fit, so train shorter sequences or take a smaller model"
     return f"{text}; it would with --ranks {result.ranks_needed} --shard fsdp"
+
+
+def _with(best: Prediction, result: Estimate) -> str:
+    """Return options in words, with what a step takes by them; where all is kept, a budget that is enough for all."""
+    budget = best.bytes - result.fixed_bytes if best.budget is None else best.budget
+    kept = f"{math.ceil(budget / 1e8) / 10:.1f}GB" if budget >= 1e9 else f"{math.ceil(budget / 1e6)}MB"
+    options = f"options={{'sweep': '{best.sweep}', 'memory_budget': '{kept}'}}"
+    parts = f", each rank's batch in {result.batches} one after another" if result.batches > 1 else ""
+    least, most = (_seconds(best.seconds * factor) for factor in best.factors)
+    return f"{options}{parts}: {best.bytes / 1e9:,.1f} GB, {_seconds(best.seconds)} s, {least} to {most} s"
 
 
 def _row(prediction: Prediction, result: Estimate) -> tuple[str, ...]:

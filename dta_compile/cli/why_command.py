@@ -46,6 +46,8 @@ def as_json(losses: Losses) -> dict[str, object]:
     fields = dataclasses.asdict(losses)
     for fields_of_cause, cause in zip(fields["causes"], losses.causes, strict=True):
         fields_of_cause["compression"] = cause.compression
+        del fields_of_cause["again"]
+    (fields["together"] or {}).pop("again", None)
     return {**fields, "compression": losses.compression}
 
 

@@ -20,7 +20,7 @@ from dta_compile.executable.code import AnySource
 from dta_compile.executable.pieces import NO_CODES, AnyCode, Codes, Piece, TreeAttention
 
 AnyPiece = Piece | TreeAttention
-LONG = 10.0  # expected seconds of generation from which a call warns
+INTERVAL = 10.0  # seconds between two lines about generation that a call waits for
 
 logger = logging.getLogger("dta_compile")
 
@@ -101,18 +101,23 @@ class GeneratedCode:
 
     def _generate_now(self) -> None:
         codes, started, self._job = dict[AnyPiece, AnyCode](), time.perf_counter(), None
-        for number, (key, piece) in enumerate(self._pending.items()):
+        first = told = 0.0  # seconds of the first piece, which starts the compiler, and at the latest line
+        if self._pending:
+            logger.warning(
+                "dta: generating code for %d pieces before this call goes on, 1 to 15 s each (with codegen='auto' calls"
+                " go on meanwhile)",
+                len(self._pending),
+            )
+        for number, (key, piece) in enumerate(self._pending.items(), 1):
             try:
                 codes[piece] = _generated(key, piece.source)
             except Exception as error:
                 self._fail(reason(error))
-            elapsed = time.perf_counter() - started
-            if number == 0 and (expected := elapsed * len(self._pending)) >= LONG:
-                logger.warning(
-                    "dta: generating code for %d pieces before this call goes on: about %.0f s, the first took %.1f s"
-                    " (with codegen='auto' calls go on meanwhile)",
-                    *(len(self._pending), expected, elapsed),
-                )
+            elapsed, left = time.perf_counter() - started, len(self._pending) - number
+            first = first or elapsed
+            if number > 1 and left and elapsed - told >= INTERVAL:
+                more, told = (elapsed - first) / (number - 1) * left, elapsed
+                logger.warning("dta: code for %d of %d pieces, about %.0f s more", number, number + left, more)
         self._pending.clear()
         self._add(codes)
         self.seconds += time.perf_counter() - started

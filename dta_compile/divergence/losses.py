@@ -54,6 +54,7 @@ class CauseOfLoss:
         tokens, tree_tokens: tokens of all sequences, and of their tree, without it.
         examples: occurrences with the longest equal runs after them.
         advice: how to avoid it.
+        again: tokens after its occurrences that are equal, and run again for it: `(sequence, start, stop)`.
     """
 
     name: str
@@ -63,6 +64,7 @@ class CauseOfLoss:
     tree_tokens: int
     examples: tuple[Place, ...]
     advice: str
+    again: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def compression(self) -> float:
@@ -135,7 +137,13 @@ def _loss_of(
     tree_tokens = PrefixTree.build(changed).num_rows
     examples = tuple(_examples(batch, comparisons, undone)) if name in ADVICE else ()
     tokens = sum(map(len, changed))
-    return CauseOfLoss(name, places, before - tree_tokens, tokens, tree_tokens, examples, ADVICE.get(name, ""))
+    again = tuple(
+        (comparison.sequence, hunk.b1, hunk.b1 + hunk.run)
+        for comparison in comparisons
+        for hunk, cause in zip(comparison.hunks, comparison.causes, strict=True)
+        if undone(cause)
+    )
+    return CauseOfLoss(name, places, before - tree_tokens, tokens, tree_tokens, examples, ADVICE.get(name, ""), again)
 
 
 def _examples(batch: Batch, comparisons: Sequence[Comparison], undone: Callable[[str], bool]) -> Iterator[Place]:

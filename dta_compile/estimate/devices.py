@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 
 from dta_compile.errors import OptionError
 
@@ -65,12 +64,10 @@ def device_named(
     known = DEVICES.get(name.lower())
     if known is None:
         if tflops is None or bandwidth is None or memory is None:
-            near = difflib.get_close_matches(name.lower(), DEVICES, n=1, cutoff=0.6)
             raise OptionError(
                 "a device without peak figures",
                 expected=f"{', '.join(DEVICES)}; or --tflops, --bandwidth and --memory",
                 got=repr(name),
-                hint=f"did you mean {near[0]!r}?" if near else "",
             )
         return Device(name, tflops, bandwidth, memory)
     return Device(known.name, tflops or known.tflops, bandwidth or known.bandwidth, memory or known.memory)

@@ -42,8 +42,8 @@ LAYERS_OF_DEFAULTS = 28  # layers of the model whose launch costs `CostModel.of_
 PASSES = 5.0
 ATTENTION_BACKWARD = 2.5  # operations of attention's backward, relative to its forward
 HEAD_BACKWARD = 3.0  # relative to the head's forward: the logits are recomputed, then go backward
-# Share of the device's memory that plans may take: CUDA and the allocator need some, and predictions were 12% off.
-USABLE = 0.9
+# Share of the device's memory that plans may take: predictions were up to 14% short (benchmarks/FURTHER.md).
+USABLE = 0.88
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # numbers of micro-batches to try
 MOST_RANKS = 4096
 LEAST_BUDGET = 1e8  # bytes: a smaller budget is not worth a plan
@@ -110,7 +110,7 @@ class Ranks:
         return NUMBER * float(shape.parameters if sweep == "chunks" else shape.outside + 2 * shape.layer)
 
     def summed(self, parameters: float) -> float:
-        """Return the bytes of parameter gradients until final: float32 sums and, if sharded, unreduced gradients."""
+        """Return the bytes of a part's gradients until final: float32 sums and, if sharded, a reduction's input."""
         return parameters * float(SUM + (NUMBER if self.holders > 1 else 0))
 
 
@@ -235,8 +235,19 @@ def estimate(
         batches,
         usable,
         ranks,
-        None if best else _ranks_needed(shape, ranks, leanest, usable),
+        None if best else _ranks_needed(shape, ranks, leanest, leanest.bytes - step.held(leanest.sweep), usable),
     )
+
+
+def plan_on(
+    sequences: Sequence[Recorded], shape: ModelShape, device: Device, options: Options, ranks: Ranks
+) -> tuple[Plan, float]:
+    """Plan a sweep of chunks over all sequences at once; return the plan, and its predicted peak bytes."""
+    step = _Step(shape, ranks, options, cost_of(shape, device), (1.0, 1.0), device.memory)
+    step.take(sequences, 1)
+    nothing = step.planned("chunks", "nothing kept", 0)
+    prediction, plan = step.by_budget("chunks", nothing, device.memory, USABLE * device.memory)[0]
+    return plan, prediction.bytes
 
 
 def _largest(sequences: Sequence[Recorded], count: int) -> list[Recorded]:
@@ -251,9 +262,8 @@ def _tree(sequences: Sequence[Recorded]) -> PrefixTree:
     return PrefixTree.build([sequence.tokens for sequence in sequences])
 
 
-def _ranks_needed(shape: ModelShape, ranks: Ranks, leanest: Prediction, usable: float) -> int | None:
+def _ranks_needed(shape: ModelShape, ranks: Ranks, leanest: Prediction, running: float, usable: float) -> int | None:
     """Return how many ranks have to shard the model for a step to fit, if each runs as large a tree."""
-    running = leanest.bytes - ranks.held(shape) - ranks.gathered(shape, leanest.sweep)
     count = max(ranks.count, 2)
     while count <= MOST_RANKS:
         more = dataclasses.replace(ranks, count=count, shard="fsdp")
@@ -285,20 +295,26 @@ class _Step:
         self.sweeps = SWEEPS if options.sweep == "auto" else (options.sweep,)
         self.footprint = footprint_of(shape)
         self.parts = parts_of(shape, ranks)
-        self.sums = ranks.summed(shape.parameters)
-        of_part = max(part.sums for part in self.parts)
-        free = memory - ranks.held(shape) - ranks.gathered(shape, "stages") - of_part
-        self.room = max(free, 0.0) * BUDGET_SHARE
+        self.sums = shape.parameters * float(SUM)  # of a sweep of chunks: they are cast to gradients one by one
         self.take([], 1)
+        free = memory - self.held("stages") - max(part.sums for part in self.parts)
+        self.room = max(free, 0.0) * BUDGET_SHARE
 
     def take(self, sequences: Sequence[Recorded], batches: int) -> None:
         """Set the micro-batch: predictions are for the tree of `sequences`, run `batches` times."""
         self.tree = _tree(sequences)
         self.heads, self.batches = head_starts_of(self.tree, sequences), batches
 
+    def held(self, sweep: str) -> float:
+        """Return the bytes that a rank holds while a sweep runs, with weights gathered for it."""
+        held = self.ranks.held(self.shape) + self.ranks.gathered(self.shape, sweep)
+        # The first batch has no gradients before its sums are complete. Shards are counted whole, as they are small.
+        is_without = sweep == "chunks" and self.batches == 1 == self.ranks.holders
+        return held - NUMBER * self.shape.parameters if is_without else held
+
     def planned(self, sweep: str, name: str, budget: int | None) -> tuple[Prediction, Plan]:
         """Plan a sweep with a budget, and return its prediction and the plan."""
-        shape, options = self.shape, dataclasses.replace(self.options, sweep=sweep)
+        options = dataclasses.replace(self.options, sweep=sweep)
         footprint, most = (self.footprint, BY_CHUNKS) if sweep == "chunks" else (self.parts[0].footprint, BY_STAGES)
         sizes = chunk_sizes(math.inf if budget is None else budget, footprint.graph_token, most)
         limits = Limits(budget, self.footprint, self.cost, self.heads, sizes, self.sums, self.parts)
@@ -313,7 +329,7 @@ class _Step:
         prediction = Prediction(
             f"{sweep}, {name}" + (f", {groups} groups of subtrees" if groups else ""),
             self.batches * plan.estimates.seconds,
-            self.ranks.held(shape) + self.ranks.gathered(shape, sweep) + max(first, second),
+            self.held(sweep) + max(first, second),
             self.batches * plan.simulation.recomputed_tokens,
             self.factors,
             sweep,
@@ -329,8 +345,7 @@ class _Step:
         budget = self.options.memory_budget
         if is_default := budget is None:
             sums = self.sums if sweep == "chunks" else max(part.sums for part in self.parts)
-            free = memory - self.ranks.held(self.shape) - self.ranks.gathered(self.shape, sweep) - sums
-            budget = int(max(free, 0) * BUDGET_SHARE)
+            budget = int(max(memory - self.held(sweep) - sums, 0) * BUDGET_SHARE)
         planned = self.planned(sweep, f"{budget / 1e9:.1f} GB kept", budget)
         while is_default and planned[0].bytes > usable >= nothing[0].bytes and budget > LEAST_BUDGET:
             budget //= 2
@@ -346,7 +361,7 @@ class _Step:
         pairs, tree_pairs = causal_pairs(lengths), causal_pairs(tree.stop) - causal_pairs(tree.start)
         dense = Work(len(lengths), len(lengths), int(lengths.sum()), pairs, int(lengths.sum() * per_token))
         packed = Work(1, 1, tree.num_rows, tree_pairs, int(heads[-1]))
-        fixed = self.ranks.held(self.shape) + self.ranks.gathered(self.shape, "stages")
+        fixed = self.held("stages")
         longest, predictions = int(lengths.max(initial=0)), []
         for name, work, size in (("dense", dense, longest), ("packed tree", packed, tree.num_rows)):
             kept = fixed + footprint.graph_token * size

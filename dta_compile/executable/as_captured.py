@@ -18,13 +18,21 @@ def as_captured(module: fx.GraphModule) -> Callable[..., Any]:
     Torch's checkpoint operator relies on inductor to restore the random state for recomputation; outside of inductor
     its gradients would be wrong.
     """
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            for node in part.graph.find_nodes(op="call_function", target=TAG_ACTIVATION_CHECKPOINT):
-                node.target = _checkpointed
-                part.recompile()
+    for part, node in _checkpoints(module, TAG_ACTIVATION_CHECKPOINT):
+        node.target = _checkpointed
+        part.recompile()
     run: Callable[..., Any] = module.forward
     return run
+
+
+def has_checkpoints(module: fx.GraphModule) -> bool:
+    """Return whether a captured graph, or what `as_captured` made of it, has activation checkpoints."""
+    return any(_checkpoints(module, TAG_ACTIVATION_CHECKPOINT, _checkpointed))
+
+
+def _checkpoints(module: fx.GraphModule, *targets: Any) -> list[tuple[fx.GraphModule, fx.Node]]:
+    parts = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
+    return [(part, node) for part in parts for node in part.graph.nodes if node.target in targets]
 
 
 def _checkpointed(region: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:

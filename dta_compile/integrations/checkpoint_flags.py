@@ -1,4 +1,6 @@
-"""Hide transformers' gradient checkpointing from compiled callables, whose plans decide about recomputation themselves.
+"""Hide gradient checkpointing from compiled callables, whose plans decide about recomputation themselves.
+
+Hidden are transformers' flags and hooks, and the hooks of `torch.distributed._composable.checkpoint`.
 
 Trainers switch it off to generate and score, and on again to train. Dynamo's guards read its flags and hooks before any
 code of a graph runs, and would compile each setting separately. So a compiled callable hides both when it is entered,
@@ -16,13 +18,18 @@ from torch import nn
 
 FLAG = "gradient_checkpointing"
 HOOK = "make_inputs_require_grad"  # prefix of hooks that make embeddings require a gradient, for checkpoints
+COMPOSABLE = "torch.distributed._composable.checkpoint_activation"  # its hooks are checkpoints
 
 
 class _OfThread(threading.local):
-    """For each running call of a compiled callable in this thread, innermost last: modules whose flags it hides."""
+    """For each running call of a compiled callable in this thread, innermost last: modules whose flags it hides.
+
+    `checkpointed` says for each whether it hides checkpoints that are hooks.
+    """
 
     def __init__(self) -> None:
         self.hidden: list[list[nn.Module]] = []
+        self.checkpointed: list[bool] = []
 
 
 _of_thread = _OfThread()
@@ -30,7 +37,7 @@ _of_thread = _OfThread()
 
 def is_hidden() -> bool:
     """Return whether gradient checkpointing is on outside the running compiled calls."""
-    return any(_of_thread.hidden)
+    return any(_of_thread.hidden) or any(_of_thread.checkpointed)
 
 
 @contextlib.contextmanager
@@ -60,28 +67,43 @@ class CheckpointFlags:
         """Add the submodules that may have flags or hooks; return whether any is new."""
         known = len(self._modules)
         for part in (part for module in modules for part in module.modules()):
-            if hasattr(part, FLAG) or isinstance(part, nn.Embedding):
+            if (
+                hasattr(part, FLAG)
+                or isinstance(part, nn.Embedding)
+                or any(map(_is_hidden, part._forward_hooks.values()))
+            ):
                 self._modules.add(part)
         return len(self._modules) > known
 
     def __call__(self) -> Callable[[], None]:
         flagged = [module for module in self._modules if module.__dict__.get(FLAG)]
-        hooked = [(module, dict(module._forward_hooks)) for module in self._modules if module._forward_hooks]
+        hooks = [hooks for module in self._modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+        before = [(of_module, dict(of_module)) for of_module in hooks if any(map(_is_hidden, of_module.values()))]
         for module in flagged:
             module.__dict__[FLAG] = False
-        for module, hooks in hooked:
-            for key, hook in hooks.items():
-                if getattr(hook, "__name__", "").startswith(HOOK):
-                    del module._forward_hooks[key]
+        for of_module, all_hooks in before:
+            for key, hook in all_hooks.items():
+                if _is_hidden(hook):
+                    del of_module[key]
         _of_thread.hidden.append(flagged)
+        _of_thread.checkpointed.append(any(_is_checkpoint(hook) for _, known in before for hook in known.values()))
 
         def leave() -> None:
             _of_thread.hidden.pop()
+            _of_thread.checkpointed.pop()
             for module in flagged:
                 module.__dict__[FLAG] = True
-            for module, hooks in hooked:
-                added = {key: hook for key, hook in module._forward_hooks.items() if key not in hooks}
-                module._forward_hooks.clear()
-                module._forward_hooks.update({**hooks, **added})
+            for of_module, all_hooks in before:
+                added = {key: hook for key, hook in of_module.items() if key not in all_hooks}
+                of_module.clear()
+                of_module.update({**all_hooks, **added})
 
         return leave
+
+
+def _is_hidden(hook: object) -> bool:
+    return getattr(hook, "__name__", "").startswith(HOOK) or _is_checkpoint(hook)
+
+
+def _is_checkpoint(hook: object) -> bool:
+    return getattr(hook, "__module__", "") == COMPOSABLE

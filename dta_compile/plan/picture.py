@@ -48,6 +48,8 @@ class Known:
         loss_masks: tokens that are trained on, for every sequence: a boolean mask `[n]`, or half-open ranges.
         names: name of every sequence.
         images: their images.
+        losses: where sharing is lost (`dta_compile.divergence.Losses`).
+        device: name and bytes of the device, and the predicted peak bytes of the step.
     """
 
     sequences: Iterable[Any] | None = None
@@ -56,6 +58,8 @@ class Known:
     loss_masks: Iterable[Any] | None = None
     names: Iterable[str] | None = None
     images: Images | None = None
+    losses: Any = None
+    device: tuple[str, float, float] | None = None
 
 
 def picture(
@@ -70,7 +74,7 @@ def picture(
         PlanError: `known` does not fit the plan's sequences.
     """
     columns = _segments(tree) | _ops(tree, schedule) | _levels(tree, schedule, limits)
-    columns |= _outcomes(tree, known)
+    columns |= _outcomes(tree, known) | _causes(tree, known)
     names = None if known.names is None else [str(name) for name in _counted("names", known.names, tree)]
     ops = schedule.lines()[1 : len(schedule.ops) + 1]
     left = MOST_BYTES - compressed_size("\n".join([*ops, *(names or ())]), *columns.values())
@@ -85,6 +89,8 @@ def picture(
         "names": names,
         "unit": "tokens" if counted else "bytes",
         "budget": None if counted else limits.budget,
+        "losses": None if known.losses is None else _figures(known.losses),
+        "device": None if counted or known.device is None else _device(*known.device, columns["peakBytes"]),
     }
     return page(title, {**facts, **more, **token_facts}, columns | tokens)
 
@@ -188,6 +194,33 @@ def _outcomes(tree: PrefixTree, known: Known) -> dict[str, Column]:
                     times[[start, stop]] += 1, -1
         columns |= _runs("trained", np.cumsum(times)[:-1])
     return columns
+
+
+def _causes(tree: PrefixTree, known: Known) -> dict[str, Column]:
+    """Return runs of tree tokens by the cause that they are run again for, as numbers from 1; 0: none."""
+    if known.losses is None:
+        return {}
+    of_token = np.zeros(tree.num_rows, np.int64)
+    for number, cause in reversed([*enumerate(known.losses.causes, 1)]):  # the first cause has the most tokens
+        for sequence, first, last in cause.again:
+            for start, stop in tree.row_ranges(sequence, first, last):
+                of_token[start:stop] = number
+    return _runs("cause", of_token)
+
+
+def _figures(losses: Any) -> list[dict[str, Any]]:
+    """Return the table of `dta why`: a row for each cause, and for all of them if there are several."""
+    rows = [*losses.causes, *([losses.together] if len(losses.causes) > 1 else [])]
+    return [
+        {"name": row.name, "places": row.places, "gained": row.gained, "compression": row.compression}
+        | {"advice": row.advice, "examples": [(place.sequence, place.at) for place in row.examples]}
+        for row in rows
+    ]
+
+
+def _device(name: str, memory: float, peak: float, running: Column) -> dict[str, Any]:
+    """Return facts of a device; `base` is what the step holds besides graphs, KV and the chunk at work."""
+    return {"name": name, "memory": memory, "base": max(peak - float(running.max(initial=0)), 0)}
 
 
 def _spans(sequence: int, mask: Any, length: int) -> list[tuple[int, int]]:

@@ -111,6 +111,8 @@ class Plan:
         loss_masks: Iterable[Any] | None = None,
         names: Iterable[str] | None = None,
         images: Iterable[Any] | None = None,
+        losses: Any = None,
+        device: tuple[str, float, float] | None = None,
         title: str = "dta plan",
     ) -> None:
         """Write the plan as one HTML file that opens from disk and needs no network.
@@ -129,6 +131,9 @@ class Plan:
             names: name of every sequence; by default s0, s1, ...
             images: for every sequence, `(start, stop, image)` of the tokens of each image, as in `plan`; with a
                 tokenizer, each is shown as one unit. By default `self.images`.
+            losses: what `dta_compile.divergence.find_losses` found in the sequences, to show as a table and a colour.
+            device: name and bytes of a device, and the peak bytes predicted for a step: bytes are then drawn on top of
+                what a step holds besides them, and beneath the device's.
             title: title of the page.
 
         Raises:
@@ -136,7 +141,8 @@ class Plan:
             OSError: the file cannot be written.
         """
         ids = self.sequences if sequences is None else sequences
-        known = Known(ids, tokenizer, rewards, loss_masks, names, Images.of(images) if images else self.images)
+        pictures = Images.of(images) if images else self.images
+        known = Known(ids, tokenizer, rewards, loss_masks, names, pictures, losses, device)
         facts = {"summary": str(self), "stats": dataclasses.asdict(self.stats), "shared": self.prefix_tree.shared}
         text = picture(self.prefix_tree, self.schedule, self.limits, facts, known, title)
         write_output(path, text)

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError, VerificationError
-from dta_compile.executable.as_captured import as_captured
+from dta_compile.executable.as_captured import as_captured, has_checkpoints
 from dta_compile.executable.executable import Executable
 from dta_compile.integrations.layer_groups import (
     LayerGroups,
@@ -68,6 +68,7 @@ class Engine:
         self.options, self.compile_seconds = options, compile_seconds
         self.ranks = ranks or Ranks()
         self.sizes = Sizes(executable.symbols)
+        self.has_checkpoints = has_checkpoints(captured)
         self.last_plan: Plan | None = None
         self.checked = False
         self.is_reported = True  # whether plans go to logs and traces
@@ -281,6 +282,7 @@ class Engine:
             self._note_run,
             self._note_plan,
             self.ranks,
+            self.has_checkpoints,
             layers,
         )
         return Call.begin(context, args, dense)

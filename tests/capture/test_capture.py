@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.utils import counters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.fx.experimental import _config as symbolic_shape_config
 from torch.utils.checkpoint import checkpoint
 
@@ -371,16 +372,27 @@ def test_a_checkpointed_block():
     assert engines(compiled) == 1
 
 
-def test_gradient_checkpointing_of_transformers():
+@pytest.mark.parametrize("way", ["of transformers", "composable", "by wrappers"])
+def test_gradient_checkpointing(way):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     )
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(config).double().train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    layer = model.transformer.h[0]
+    if way == "of transformers":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif way == "composable":
+        torch.distributed._composable.checkpoint(layer)
+    else:
+        apply_activation_checkpointing(model, check_fn=lambda module: module is layer)
     function = lambda ids: model(input_ids=ids, use_cache=False).logits  # noqa: E731
-    check(model, dta(function), function, shared_ids())
+    compiled = dta(function)
+    check(model, compiled, function, shared_ids())
+    notes = dta_compile.last_plan(compiled).estimates.notes
+    assert notes == ["gradient checkpointing has no effect here: memory_budget decides what is computed again"]
+    assert len(layer._forward_hooks) == len(layer._forward_pre_hooks) == (way == "composable")
 
 
 def test_gradient_checkpointing_that_comes_and_goes_compiles_nothing_anew():

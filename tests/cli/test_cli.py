@@ -44,7 +44,8 @@ def test_full_shows_every_segment_and_a_schedule_that_parses(capsys):
     schedule = Schedule.parse(out[out.index("# dta schedule") :])
     assert schedule.chunk_size == 128
     segments = int(re.search(r"prefix tree: .* (\d+) segments", out)[1])
-    assert len(re.findall(r"── \[\d+:\d+\]", out)) == segments
+    names = re.findall(r"── \[([\d,]+):([\d,]+)\]", out)
+    assert len(names) == segments and max(names, key=lambda name: len(name[1]))[1].startswith("1,"), "as on the page"
 
 
 def test_json_lines_and_options_reach_the_planner(lines, capsys):
@@ -118,6 +119,20 @@ def test_html_of_rollouts_has_their_rewards_and_loss(tmp_path):
     page, leaves = read_page(out), 33
     assert len(page.facts["names"]) == len(page.columns["reward"]) == leaves
     assert page.columns["trainedValue"].max() >= 1
+    assert page.facts["losses"][0]["gained"] > 0 and page.columns["causeValue"].max() >= 1
+
+
+def test_a_configuration_puts_the_page_and_the_plan_on_a_device(tmp_path, capsys):
+    config, out = tmp_path / "config.json", tmp_path / "plan.html"
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 151_936}
+    config.write_text(json.dumps({"model_type": "qwen3", **sizes}))
+    command = ["plan", str(bundled()), "--config", str(config)]
+    assert main([*command, "--device", "h200", "--html", str(out)]) == 0
+    said, device = capsys.readouterr().out, read_page(out).facts["device"]
+    assert device["memory"] == 141e9 and 0 < device["base"] < 141e9 and " of 141 GB at the peak" in said
+    for more in (["--rows", "8"], ["--bytes-per-token", "8"]):
+        assert main([*command, *more]) == 2
+        assert "--config plans one batch" in capsys.readouterr().err
 
 
 def test_deep_and_wide_trees_are_cut_in_print(tmp_path, capsys):
@@ -193,6 +208,10 @@ def test_bad_options_are_refused_with_a_suggestion(lines, capsys):
     assert "did you mean 'vanilla'?" in capsys.readouterr().err
     assert main(["plan", lines, "--chunk-size", "0"]) == 2
     assert "chunk_size" in capsys.readouterr().err
+    for command in ("plan", "why", "estimate config.json"):
+        assert main([*command.split(), lines, "--chunk-sizes", "8"]) == 2
+        told = capsys.readouterr().err
+        assert "--chunk-sizes" in told and f"dta {command.split()[0]} --help says" in told
     assert main(["plan", lines, "--memory-budget", "100"]) == 2
     assert "bytes_per_token" in capsys.readouterr().err
     assert main(["plan", lines, "--memory-budget", "100", "--bytes-per-token", "10"]) == 0

@@ -275,13 +275,15 @@ def test_a_process_that_cannot_be_started_is_no_error(monkeypatch):
 
 
 def test_who_may_not_wait_has_all_code_at_once(pretended, monkeypatch, caplog):
-    """And is told how long that will take."""
-    monkeypatch.setattr(CODEGEN, "LONG", 0.0)
+    """And is told at once how much there is to do, then how long the rest will take, the start-up left out."""
+    clock = iter([0.0, 0.0, 0.0, 30.0, 32.0, 34.0, 34.0])
+    monkeypatch.setattr(CODEGEN.time, "perf_counter", lambda: next(clock))
     code = generated_code()
     monkeypatch.setattr(CODEGEN, "_generated", lambda key, source: pretended.code(pretended, source))
     assert len(code.prepare(["forward"], wait=True)) == 3 and pretended.latest is None
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "dta_compile"]
-    assert "generating code for 3 pieces before this call goes on: about 0 s" in line and "codegen='auto'" in line
+    first, second = [record.getMessage() for record in caplog.records if record.name == "dta_compile"]
+    assert "generating code for 3 pieces before this call goes on" in first and "codegen='auto'" in first
+    assert second == "dta: code for 2 of 3 pieces, about 2 s more"
 
 
 # The process

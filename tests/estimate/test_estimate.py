@@ -1,6 +1,7 @@
 """Predictions from a configuration: sizes as the model has them, and times and bytes that follow from them."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from dta_compile.cli.estimate_command import verdict
 from dta_compile.data import Recorded, bundled, read
 from dta_compile.errors import OptionError
 from dta_compile.estimate.devices import device_named
-from dta_compile.estimate.predict import Ranks, cost_of, estimate, head_starts_of, model_shape, parts_of
+from dta_compile.estimate.predict import USABLE, Ranks, cost_of, estimate, head_starts_of, model_shape, parts_of
 from dta_compile.options import Options
 from dta_compile.plan import PrefixTree, Work
 from dta_compile.runtime.measure.calibration import Calibration
@@ -105,7 +106,7 @@ def test_the_command_says_what_its_times_rest_on(config, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["CONFIG", "--device", "h1000"], "did you mean 'h100'"),
+        (["CONFIG", "--device", "h1000"], "h100-pcie, h200"),
         (["CONFIG", "--tflops", "-1"], "--tflops"),
         (["CONFIG", "--calibration", "CONFIG"], "not a calibration"),
         (["missing.json"], "missing.json"),
@@ -177,6 +178,14 @@ def test_what_does_not_fit_is_never_recommended(config):
     assert divided.best is not None
 
 
+def test_weights_and_sums_of_gradients_are_what_a_sweep_of_chunks_holds(config):
+    """2 + 4 bytes a parameter, beside shards of 16 / N where they are gathered (docs/production.md)."""
+    shape = model_shape(str(config))
+    for ranks, held in ((Ranks(), 0), (Ranks(4, "fsdp", "adamw"), 4)):
+        found = estimate([], shape, H100, Options(sweep="chunks", memory_budget=0), ranks=ranks)
+        assert found.ours[0].bytes == (6 + held) * shape.parameters
+
+
 def test_ranks_divide_the_model_and_gather_what_runs(config):
     """All of it where chunks are swept, two layers and what is of no layer where stages are."""
     shape = model_shape(str(config))
@@ -186,6 +195,7 @@ def test_ranks_divide_the_model_and_gather_what_runs(config):
     for sweep, parts in (("chunks", shape.parameters), ("stages", shape.outside + 2 * shape.layer)):
         whole = 4 * shape.parameters if sweep == "chunks" else 0
         less = by_name[0][f"{sweep}, all kept"] - by_name[1][f"{sweep}, all kept"]
+        # Alone, gradients take the place of their sums; layer by layer, a reduction has an input beside the sums.
         gradients = 2 * shape.parameters if sweep == "chunks" else 2 * (shape.layer + shape.head)
         assert less == pytest.approx(12 * shape.parameters - 2 * parts - gradients, abs=whole / 50 or 2e5)
 
@@ -193,7 +203,23 @@ def test_ranks_divide_the_model_and_gather_what_runs(config):
 def test_batches_run_one_after_another_where_hidden_states_of_one_are_too_much(config):
     shape = model_shape(str(config))
     nothing = best_of(config, 1e9, sweep="stages", memory_budget=0).ours[1].bytes
-    memory = (4.0 * shape.parameters + 0.5 * (nothing - 4.0 * shape.parameters)) / 0.9
+    memory = (4.0 * shape.parameters + 0.5 * (nothing - 4.0 * shape.parameters)) / USABLE
     found = best_of(config, memory, sweep="stages")
     assert found.batches > 1 and found.best is not None
     assert f"batch in {found.batches} one after another" in verdict(found, device_named("any", 100, 1e12, memory))
+
+
+def test_the_verdict_names_what_a_faster_plan_would_keep(config, tmp_path, capsys):
+    """Where all is kept, a budget that is enough for it; beside a budget that fits nowhere, what fits without."""
+    held = 4.0 * model_shape(str(config)).parameters
+    roomy = best_of(config, 100 * held)
+    kept = re.search("'memory_budget': '(.*?)'", verdict(roomy, H100))[1]
+    again = best_of(config, 100 * held, sweep=roomy.best.sweep, memory_budget=kept).ours[0]
+    assert (again.seconds, again.chunk_size) == (roomy.best.seconds, roomy.best.chunk_size)
+    wider = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    Qwen3Config(**{**SIZES, **wider}).save_pretrained(tmp_path)
+    command = ["estimate", str(tmp_path), str(bundled()), "--sweep", "stages", "--memory", "0.9"]
+    for budget, faster in (("300GB", True), ("100MB", False)):
+        assert main([*command, "--memory-budget", budget]) == 0
+        out = capsys.readouterr().out
+        assert ("without --memory-budget: options=" in out) is faster and "\u2026" not in out

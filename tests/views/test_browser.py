@@ -9,7 +9,8 @@ import tempfile
 
 import pytest
 
-from dta_compile.data import bundled, load_rollouts
+from dta_compile.data import bundled, load_rollouts, read
+from dta_compile.divergence import find_losses
 from dta_compile.plan import plan
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the extra `browser`)")
@@ -113,10 +114,39 @@ def test_the_first_view_is_where_the_tokens_are(show, made, rollouts):
     assert panel.inner_text().startswith("Where the 10,267 tokens to run are") and "trained on" in panel.inner_text()
     sizes = sorted((made.prefix_tree.stop - made.prefix_tree.start).tolist(), reverse=True)
     assert panel.locator(".go span").all_inner_texts() == [f"{size:,}" for size in sizes[:12]]
+    page.locator("#more").click()
+    assert panel.locator(".go span").all_inner_texts() == [f"{size:,}" for size in sizes[:62]]
     page.locator("#sorts button").nth(2).click()
     assert panel.locator(".go span").first.inner_text() == f"{447 * 39:,}"
     panel.locator(".go").first.click()
     assert "[0:447]" in panel.inner_text()
+
+
+def test_what_is_lost_and_what_a_device_holds(show, rollouts):
+    tokens = [one.tokens for one in rollouts]
+    made, losses = plan(tokens, bytes_per_token=10**6, memory_budget=10**9), find_losses(read(str(bundled())).sequences)
+    first = losses.causes[0]
+    page = show(made, title="a_long_name_" * 9, losses=losses, device=("H100", 80e9, 50e9), sequences=tokens)
+    panel = page.locator("#details")
+    rows = [row.split("\t") for row in panel.locator(".losses").inner_text().splitlines()[1:]]
+    assert rows[0] == [
+        first.name,
+        str(first.places),
+        f"{first.gained:,}",
+        f"{first.compression:.2f}",
+    ]
+    assert "Memory on H100" in panel.inner_text() and "50 GB" in panel.inner_text() and "80 GB" in panel.inner_text()
+    cut = """[...document.querySelectorAll("header *, .bar *, #details *")].filter((part) =>
+        getComputedStyle(part).overflowX !== "visible" && part.scrollWidth > part.clientWidth + 1).length"""
+    assert page.evaluate(cut) == 0
+    page.locator(".losses button").first.click()
+    assert page.locator("#modes [aria-checked=true]").inner_text() == "Lost"
+    assert first.name in page.locator("#legend").inner_text()
+    at = first.examples[0].at
+    start, stop = panel.inner_text().split("[")[1].split("]")[0].replace(",", "").split(":")
+    assert int(start) <= at < int(stop)
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 
 def test_pointing_and_clicking(show, made):

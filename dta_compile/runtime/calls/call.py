@@ -80,6 +80,7 @@ class CallContext:
         note_run: called with the plan, the stopwatch and the device of a schedule that has been run.
         note_plan: called with a plan that replaces the call's first one.
         ranks: tensor-parallel ranks that run the call together.
+        has_checkpoints: the user's program has activation checkpoints.
         layers: gathers sharded parameters layer by layer; None: all parameters are gathered.
     """
 
@@ -91,6 +92,7 @@ class CallContext:
     note_run: Callable[[Plan, Stopwatch, torch.device], None]
     note_plan: Callable[[Plan], None]
     ranks: Ranks
+    has_checkpoints: bool = False
     layers: LayerGroups | None = None
 
 

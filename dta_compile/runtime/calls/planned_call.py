@@ -215,7 +215,7 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool], groups: int = 1) ->
     if plan.prefix_tree is not tree:  # the plan does not share prefixes
         rows = BatchRows.of(tokens, plan.prefix_tree, read.head_keys, np.logical_or.reduce(read.used))
     ranks.require_same("the tokens of a batch", *tokens.keys, rows.head_positions, rows.position_rows, plan.schedule)
-    plan.estimates.notes += _notes(call, tokens)
+    plan.estimates.notes += _notes(call, tokens, plan, plan.prefix_tree is tree)
     gathered, in_flight = bytes_of_running()
     by_part = max((max(part.gathered) for part in limits.parts_of(plan.schedule.sweep)), default=0)
     plan.estimates.gathered_bytes = gathered + int(by_part)
@@ -297,16 +297,16 @@ def _read(call: Call, wanted: Sequence[bool]) -> _Read:
     return _Read(masks, tokens, rows, used, head_keys, _split(keys, trunk_keys, by_column, tokens, tree))
 
 
-def _notes(call: Call, tokens: BatchTokens) -> list[str]:
+def _notes(call: Call, tokens: BatchTokens, plan: Plan, is_shared: bool) -> list[str]:
     """Return hints for the plan about settings and inputs that may be mistakes."""
     notes = []
-    if is_hidden():
+    if is_hidden() or call.context.has_checkpoints:
         notes.append("gradient checkpointing has no effect here: memory_budget decides what is computed again")
     ids = next((item for item in call.executable.trunk_inputs if item.indexes and item.is_input), None)
     everything_is_real = tokens.segments is None and len(tokens.places) == call.batch * call.tokens
     if ids is not None and everything_is_real and ids.layout.is_over_sequences:
         numbers = call.dense[ids.slot].reshape(call.batch, -1)
-        if (padding := looks_padded(to_numpy(numbers))) is not None:
+        if (padding := looks_padded(to_numpy(numbers), plan.stats.tree_tokens, is_shared)) is not None:
             notes.append(f"{padding}: pass attention_mask, and padding is not run")
     return notes
 

@@ -198,9 +198,10 @@ class Calibration:
         scaled = {kind: Rates(*(factor * rate for rate in getattr(self.prior, kind))) for kind in KINDS}
         rates = scaled | {kind: fitted.rates for kind, fitted in fits.items()}
         runs = sum(history.runs for history in self.histories.values())
-        error = float(np.median(np.concatenate([fitted.errors for fitted in fits.values()])))
-        verb = "calibrated on" if runs >= MINIMUM_RUNS else "defaults scaled to"
-        source = f"{verb} {runs:,} runs, median error {error:.0%}"
+        source = f"defaults scaled to {runs:,} runs"
+        if runs >= MINIMUM_RUNS:  # with fewer, the error of the fit says nothing
+            error = float(np.median(np.concatenate([fitted.errors for fitted in fits.values()])))
+            source = f"calibrated on {runs:,} runs, median error of the fit {error:.0%}"
         return CostModel(**rates, restore=self.prior.restore * factor, source=source)
 
     def to_json(self) -> str:

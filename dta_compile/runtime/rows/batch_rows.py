@@ -259,8 +259,13 @@ def _take(values: npt.NDArray, places: Integers) -> npt.NDArray:
 LEAST_RUN, LEAST_SHARE = 4, 0.05
 
 
-def looks_padded(ids: npt.NDArray[Any]) -> str | None:
-    """Describe the rows of ids `[B, S]` that begin or end in runs of one token, like padding; None if there are few."""
+def looks_padded(ids: npt.NDArray[Any], tree_tokens: int, share: bool) -> str | None:
+    """Describe rows of ids `[B, S]` that begin or end in runs of one token, like padding; None if they cost little.
+
+    Args:
+        tree_tokens: tokens that are run.
+        share: prefixes are shared.
+    """
     for word, rows in (("end", ids[:, ::-1]), ("begin", ids)):
         differs = rows != rows[:, :1]
         runs = np.where(differs.any(1), differs.argmax(1), rows.shape[1])
@@ -270,10 +275,13 @@ def looks_padded(ids: npt.NDArray[Any]) -> str | None:
         tokens, counts = np.unique(long, return_counts=True)
         token = tokens[counts.argmax()]
         padded = (runs >= LEAST_RUN) & (rows[:, 0] == token)
-        count, total = int(padded.sum()), int(runs[padded].sum())
-        if count >= 2 and total >= LEAST_SHARE * rows.size:
+        if counts.max() < 2 or (word == "begin" and len(np.unique(runs[padded])) == 1):  # an image, or shared anyway
+            continue
+        bare = [row[run * of_row :] for row, run, of_row in zip(rows, runs, padded, strict=True)]
+        saved = tree_tokens - PrefixTree.build([row[::-1] if word == "end" else row for row in bare], share).num_rows
+        if saved >= LEAST_SHARE * tree_tokens:
             return (
-                f"{count} of {len(ids)} rows {word} in runs of token {token}, {total:,} tokens in all, "
-                "which looks like padding"
+                f"{counts.max()} of {len(ids)} rows {word} in runs of token {token}, which looks like padding and "
+                f"costs {saved:,} of {tree_tokens:,} tokens that are run"
             )
     return None

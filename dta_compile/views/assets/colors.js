@@ -25,6 +25,12 @@ const STATES = [
   { label: "done", light: "#8fc79a", dark: "#3c7a4a" },
 ];
 
+// Causes of lost sharing, the one with most tokens first.
+const CAUSES = {
+  light: ["#d6336c", "#e8772e", "#7d5fc4", "#1f7399", "#4a9f4d", "#8d6e63"],
+  dark: ["#ff6b9d", "#e8a15c", "#a98ef0", "#4fabb6", "#57b85a", "#b39a91"],
+};
+
 class Mode {
   constructor(key, label, hint, theme) {
     Object.assign(this, { key, label, hint, theme });
@@ -84,6 +90,22 @@ class StateMode extends Mode {
   }
 }
 
+// A mode by the cause that a token is run again for.
+class CauseMode extends Mode {
+  constructor(theme, names) {
+    super("causes", "Lost", "tokens that are run again, by what keeps them from being shared", theme);
+    Object.assign(this, { names, column: "cause" });
+  }
+
+  table() {
+    return [NEUTRAL[this.theme.name], ...CAUSES[this.theme.name]];
+  }
+
+  shade(cause) {
+    return Math.min(cause, CAUSES.light.length);
+  }
+}
+
 function modesOf(tree, schedule, theme) {
   const most = (name) => Math.max(1, bounds(tree[`${name}Value`])[1]);
   const times = most("forwards");
@@ -129,6 +151,8 @@ function modesOf(tree, schedule, theme) {
       }),
     );
   }
+  const { losses } = tree.facts;
+  if (losses?.length) modes.push(new CauseMode(theme, losses.filter(({ advice }) => advice).map(({ name }) => name)));
   modes.push(new StateMode(theme, schedule));
   return modes;
 }
@@ -159,6 +183,10 @@ function drawLegend(element, mode) {
   };
   if (mode instanceof StateMode) {
     STATES.forEach((state, i) => mode.uses(i) && swatch(mode.colors[i], state.label));
+    return;
+  }
+  if (mode instanceof CauseMode) {
+    mode.names.forEach((name, i) => swatch(mode.colors[mode.shade(i + 1)], name));
     return;
   }
   const ticks = [...mode.ticks];

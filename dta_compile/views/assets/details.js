@@ -3,6 +3,7 @@
 const CONTEXT = 12; // tokens shown on either side of a branching point
 const MOST_BRANCHES = 12;
 const LABEL_WIDTH = 10; // width of the labels in the printed summary, in columns
+const MORE = 50; // segments that a click adds to the list
 const MOST_WORDS = 400; // tokens of a segment that are written out, half of them from its end
 
 function element(tag, properties = {}, ...children) {
@@ -25,7 +26,7 @@ function table(rows) {
 
 class Details {
   constructor(panel, tree, words, schedule, theme, state, actions) {
-    Object.assign(this, { panel, tree, words, schedule, theme, state, actions, order: "tokens" });
+    Object.assign(this, { panel, tree, words, schedule, theme, state, actions, order: "tokens", most: MOST_BRANCHES });
   }
 
   render() {
@@ -40,7 +41,7 @@ class Details {
 
   plan(isFirst) {
     const { facts } = this.tree;
-    const parts = isFirst ? [...this.totals(), ...this.largest()] : [];
+    const parts = isFirst ? [...this.totals(), ...this.losses(), ...this.memory(), ...this.largest()] : [];
     parts.push(element("h2", {}, "Plan"));
     if (isFirst)
       parts.push(element("p", { className: "note" }, "Point at a segment or an op; click to keep it here. Keys: ?"));
@@ -84,6 +85,40 @@ class Details {
     ];
   }
 
+  // The table of `dta why`: what keeps prefixes from being shared; a row colours the tree and goes to a place of it.
+  losses() {
+    const { losses } = this.tree.facts;
+    if (!losses) return [];
+    const title = element("h2", {}, "Run again because of");
+    const nothing = "Nothing: where sequences part, contents do.";
+    if (!losses.length) return [title, element("p", { className: "note" }, nothing)];
+    const cells = (tag, values) => element("tr", {}, ...values.map((value) => element(tag, {}, value)));
+    const rows = losses.map(({ name, places, gained, compression, advice, examples }) => {
+      const act = () => {
+        const [sequence, at] = examples[0];
+        this.actions.colourBy("causes");
+        this.actions.select(this.tree.at(this.tree.position[sequence], at));
+      };
+      const cause = advice ? element("button", { type: "button", title: advice, onclick: act }, name) : name;
+      return cells("td", [cause, number(places), number(gained), compression.toFixed(2)]);
+    });
+    const head = cells("th", ["cause", "places", "tokens", "C without"]);
+    return [title, element("table", { className: "losses" }, head, ...rows)];
+  }
+
+  memory() {
+    const { device } = this.tree.facts;
+    if (!device) return [];
+    const most = (values) => amount(device.base + Math.max(0, bounds(values)[1]), "bytes");
+    const rows = [
+      ["model, sums of gradients, stack", amount(device.base, "bytes")],
+      ["with kept graphs and KV", most(this.tree.keptBytes)],
+      ["with the chunk at work", most(this.tree.peakBytes)],
+      ["the device has", amount(device.memory, "bytes")],
+    ];
+    return [element("h2", {}, `Memory on ${device.name}`), table(rows)];
+  }
+
   // The largest segments, by tokens or by tokens saved by sharing.
   largest() {
     const { tree } = this;
@@ -111,13 +146,26 @@ class Details {
       element("h3", {}, "Largest segments, by"),
       sorts,
       ...nodes
-        .slice(0, MOST_BRANCHES)
-        .map((node) =>
-          this.link(this.words.beginning(node, 36) || this.range(node), number(value(node)), () =>
-            this.actions.select(node),
-          ),
-        ),
+        .slice(0, this.most)
+        .map((node) => this.link(this.label(node), number(value(node)), () => this.actions.select(node))),
+      ...this.rest(nodes.length - this.most),
     ];
+  }
+
+  // A button for more segments, if there are.
+  rest(count) {
+    if (count <= 0) return [];
+    const act = () => {
+      this.most += MORE;
+      this.render();
+    };
+    const text = `${number(Math.min(count, MORE))} more of ${number(count)}`;
+    return [element("button", { type: "button", id: "more", onclick: act }, text)];
+  }
+
+  // A segment's name, as in the printed tree, and how it begins.
+  label(node) {
+    return `${this.range(node)} ${this.words.beginning(node, 18)}`.trim();
   }
 
   // The printed summary, with labels and texts side by side.
@@ -261,9 +309,7 @@ class Details {
       ...found
         .slice(0, MOST_BRANCHES)
         .map((child) =>
-          this.link(this.words.beginning(child, 44) || this.range(child), number(tree.through(child)), () =>
-            this.actions.select(child),
-          ),
+          this.link(this.label(child), number(tree.through(child)), () => this.actions.select(child)),
         ),
       ...this.more(found.length - MOST_BRANCHES),
     ];
@@ -334,7 +380,7 @@ class Details {
         .slice(-MOST_BRANCHES)
         .map((node) =>
           this.link(
-            this.words.beginning(node, 36) || this.range(node),
+            this.label(node),
             `${number(tree.size(node))} × ${number(tree.through(node))}`,
             () => this.actions.select(node),
           ),

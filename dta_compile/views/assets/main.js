@@ -8,7 +8,7 @@ const HELP = [
   ["space", "play the schedule"],
   ["↑ ↓", "branch above, below; , and . its parent and first branch"],
   ["/", "search; Escape clears"],
-  ["1 … 5", "colour by"],
+  ["1 … 6", "colour by"],
   ["+ − 0", "zoom, show all"],
   ["d", "light or dark"],
 ];
@@ -23,6 +23,7 @@ const byId = (id) => document.getElementById(id);
 class App {
   constructor(unpacked) {
     this.tree = new Tree(unpacked);
+    if (this.tree.facts.device) units = DECIMAL;
     this.words = new Words(this.tree);
     this.schedule = new Schedule(this.tree);
     this.state = { selected: -1, hovered: -1, row: -1, hoveredOp: -1, related: [], matches: null, mode: null };
@@ -39,6 +40,7 @@ class App {
       select: (node) => this.select(node, true),
       selectRow: (row) => this.selectRow(row),
       goTo: (op) => this.goTo(op),
+      colourBy: (key) => this.modeButtons(this.modes.findIndex((mode) => mode.key === key)),
     });
     this.search = new Search(byId("search"), byId("results"), tree, words, {
       onMatches: (matches) => this.filter(matches),

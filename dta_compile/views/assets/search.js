@@ -25,7 +25,7 @@ class Search {
     Object.assign(this, { input, results, tree, words, onMatches, onChosen });
     this.chosen = 0;
     const tokens = words.texts ? " or text" : words.known ? " or token ids" : "";
-    input.placeholder = `Sequence${tree.facts.names ? ", name" : ""}${tokens}`;
+    input.title = `Sequence${tree.facts.names ? ", name" : ""}${tokens}`;
     input.addEventListener("input", () => {
       clearTimeout(this.waiting);
       this.waiting = setTimeout(() => this.run(), 120);

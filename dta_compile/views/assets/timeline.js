@@ -26,22 +26,17 @@ class Timeline {
 
   makeCharts() {
     const { tree, inBytes } = this.schedule;
+    const { device } = tree.facts;
     const stack = { title: "on the stack", values: tree.stack, unit: "tokens", color: "forward" };
     if (!inBytes) {
       const held = Float64Array.from(tree.live, (live, op) => live + tree.stored[op]);
       return [stack, { title: "with live graphs or kept KV", values: held, unit: "tokens", color: "backward" }];
     }
-    return [
-      stack,
-      {
-        title: "in kept graphs and KV",
-        values: tree.keptBytes,
-        unit: "bytes",
-        color: "backward",
-        line: tree.peakBytes,
-        limit: tree.facts.budget,
-      },
-    ];
+    const above = (values) => (device ? Float64Array.from(values, (value) => value + device.base) : values);
+    const kept = { values: above(tree.keptBytes), unit: "bytes", color: "backward", line: above(tree.peakBytes) };
+    if (!device) return [stack, { ...kept, title: "in kept graphs and KV", limit: tree.facts.budget }];
+    const title = "held, the model included";
+    return [stack, { ...kept, title, limit: device.memory, limitTitle: "the device (dashed)" }];
   }
 
   // Give all ops the same width, or a width by the tokens that they run.
@@ -140,11 +135,12 @@ class Timeline {
       context.fill();
       context.globalAlpha = 1;
       this.strokeSteps(context, points, y, color, 1.25);
-      if (chart.line) this.strokeSteps(context, this.points(chart.line), y, color, 0.6);
+      const width = this.schedule.tree.facts.device ? 1 : 0.6;
+      if (chart.line) this.strokeSteps(context, this.points(chart.line), y, color, width);
       if (limit) this.strokeLimit(context, y(limit));
     });
     const { left, top: above } = viewport.margin;
-    const [size, unit] = chart.unit === "bytes" ? binaryUnit(most) : [1, ""];
+    const [size, unit] = chart.unit === "bytes" ? unitOf(most) : [1, ""];
     const scale = y.copy().domain(y.domain().map((value) => value / size));
     const label = (value) => (size > 1 || Number.isInteger(value) ? `${d3.format("~s")(value)} ${unit}` : "");
     const axis = d3
@@ -182,17 +178,22 @@ class Timeline {
 
   drawTitle(context, chart, middle) {
     const { theme, schedule } = this;
-    const now = schedule.now >= 0 ? `  ·  now ${amount(chart.values[schedule.now], chart.unit)}` : "";
-    const line = chart.lineMost > chart.most ? `  ·  most as an op runs ${amount(chart.lineMost, chart.unit)}` : "";
-    const budget =
-      chart.limit !== undefined && chart.limit !== null
-        ? `  ·  budget ${amount(chart.limit, chart.unit)} besides the chunk at work`
-        : "";
-    const peak = amount(chart.most, chart.unit);
+    const { limit, unit, values } = chart;
+    const parts = [
+      `peak ${amount(chart.most, unit)}`,
+      chart.lineMost > chart.most && `with the chunk at work ${amount(chart.lineMost, unit)}`,
+      (limit ?? null) !== null && `${chart.limitTitle ?? "budget, besides the chunk at work,"} ${amount(limit, unit)}`,
+      schedule.now >= 0 && `now ${amount(values[schedule.now], unit)}`,
+    ].filter(Boolean);
     context.font = "11px system-ui, sans-serif";
     context.textBaseline = "middle";
     context.fillStyle = theme.muted;
-    context.fillText(`${chart.unit} ${chart.title}  ·  peak ${peak}${line}${budget}${now}`, 2, middle);
+    let text = `${unit} ${chart.title}`;
+    for (const part of parts) {
+      const longer = `${text}  ·  ${part}`;
+      if (context.measureText(longer).width <= this.viewport.width) text = longer;
+    }
+    context.fillText(text, 2, middle);
   }
 
   // Return [pixel, value] wherever the value changes; of several on one pixel, the largest.
@@ -243,16 +244,20 @@ class Timeline {
   }
 }
 
-// Return size and name of the largest binary unit that is at most the given bytes.
-function binaryUnit(bytes) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-  const power = Math.min(units.length - 1, Math.floor(Math.log2(Math.max(bytes, 1)) / 10));
-  return [1024 ** power, units[power]];
+const BINARY = { base: 1024, names: ["B", "KiB", "MiB", "GiB", "TiB", "PiB"] };
+const DECIMAL = { base: 1000, names: ["B", "KB", "MB", "GB", "TB", "PB"] }; // as memories of devices are given
+let units = BINARY;
+
+// Return size and name of the largest unit that is at most the given bytes.
+function unitOf(bytes) {
+  const { base, names } = units;
+  const power = Math.min(names.length - 1, Math.floor(Math.log(Math.max(bytes, 1)) / Math.log(base) + 1e-9));
+  return [base ** power, names[power]];
 }
 
-// Format an amount: tokens with separators, bytes with a binary unit.
+// Format an amount: tokens with separators, bytes with a unit.
 function amount(value, unit) {
   if (unit === "tokens") return number(value);
-  const [size, name] = binaryUnit(value);
+  const [size, name] = unitOf(value);
   return `${d3.format(".4~g")(value / size)} ${name}`;
 }

@@ -167,7 +167,7 @@ class TreeView {
     }
     const letters = Math.floor((right - left - 8) / LETTER);
     const lines = words.known ? Math.max(1, Math.min(MOST_LINES, Math.floor((below - above) / LINE) - 1)) : 1;
-    const text = words.known ? words.line(node, low, letters * lines) : this.label(node);
+    const text = words.known ? words.line(node, low, letters * lines) : this.label(node, letters);
     for (let line = 0; line * letters < text.length && line < lines; line++) {
       context.fillText(
         text.slice(line * letters, (line + 1) * letters),
@@ -177,8 +177,11 @@ class TreeView {
     }
   }
 
-  label(node) {
-    return `${plural(this.tree.size(node), "token")} × ${number(this.tree.through(node))}`;
+  // The longest label with at most so many letters.
+  label(node, letters) {
+    const [size, through] = [this.tree.size(node), `× ${number(this.tree.through(node))}`];
+    const labels = [`${plural(size, "token")} ${through}`, `${number(size)} ${through}`, number(size)];
+    return labels.find((label) => label.length <= letters) ?? "";
   }
 
   inkOf(node, depth) {

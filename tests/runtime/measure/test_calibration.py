@@ -158,7 +158,7 @@ def test_few_runs_scale_the_defaults():
     model = learner.cost_model()
     ratios = np.array(model.forward) / np.array(CostModel().forward)
     np.testing.assert_allclose(ratios, ratios[0])
-    assert model.source.startswith("defaults scaled to 7 runs")
+    assert model.source == "defaults scaled to 7 runs"
 
 
 def test_a_kind_without_runs_is_scaled_like_the_other():
@@ -230,7 +230,7 @@ def test_the_model_is_made_once_between_calls_and_later_every_few_calls():
 def test_the_source_says_how_much_and_how_well():
     learner = record(Calibration(), varied, calls=4, noise=0.08)
     source = learner.cost_model().source
-    assert source.startswith("calibrated on 240 runs, median error ")
+    assert source.startswith("calibrated on 240 runs, median error of the fit ")
     assert 2 <= int(source.split()[-1].rstrip("%")) <= 12
 
 

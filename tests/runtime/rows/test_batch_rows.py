@@ -1,12 +1,15 @@
 """Rows of a batch's tree, by hand: small batches against the definition."""
 
+import re
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dta_compile.plan import PrefixTree
 from dta_compile.plan.tree.lexicographic import codes_of, combine
-from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens
+from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens, looks_padded
 
 BATCHES = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(0, 2**32 - 1))
 
@@ -53,3 +56,29 @@ def test_codes_are_equal_exactly_where_values_are():
     wide = [np.array([0, 2**62, 0, 2**62]), np.array([-(2**62), 5, -(2**62), 2**62])]
     assert len(set(combine(wide, 4).tolist())) == 3
     assert combine([], 3).tolist() == [0, 0, 0]
+
+
+def rows_of(*kinds):
+    """Rows of `(left, shared, own, right)` numbers of tokens: padding, a common prompt, an answer, padding."""
+    numbers = np.arange(100, 20_000)
+    answers = np.arange(20_000, 20_000 + 10_000 * len(kinds)).reshape(len(kinds), -1)
+    rows = [
+        np.concatenate([np.full(left, 7), numbers[:shared], answers[i, :own], np.full(right, 7)])
+        for i, (left, shared, own, right) in enumerate(kinds)
+    ]
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "told"),
+    [
+        ([(0, 2000, 20, 80)] * 8, "8 of 8 rows end in runs of token 7.*640 of 2,800 tokens"),
+        ([(i, 2000, 60 - i, 0) for i in range(8)], "4 of 8 rows begin in runs of token 7"),
+        ([(256, 300, 20, 0)] * 8, None),  # an image of as many tokens in every row, or prefixes that are shared
+        ([(0, 2000, 200, 4)] * 8, None),
+    ],
+)
+def test_padding_is_noted_where_it_is_much_of_what_is_run(kinds, told):
+    ids = rows_of(*kinds)
+    note = looks_padded(ids, PrefixTree.build(ids).num_rows, True)
+    assert note is None if told is None else re.search(told, note)

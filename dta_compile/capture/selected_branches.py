@@ -41,6 +41,7 @@ WRITES = {"setitem", "index_add", "index_copy", "index_put", "index_fill", "scat
 IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.iand, operator.ior, operator.ixor}
 # What has entries exactly where its first argument has some.
 AS_MANY = {"squeeze", "unsqueeze", "flatten", "view", "reshape", "long", "to", "contiguous", "unbind", "clone", "cpu"}
+CONDITIONS = (TensorVariable, SymNodeVariable)
 COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     name: getattr(operator, name) for name in ("gt", "ge", "eq", "ne", "lt", "le")
 }
@@ -53,15 +54,14 @@ class _Branch:
     Attributes:
         selection: what it works on; the model skips the branch where it is empty.
         end: where the branch ends, and where the model goes on that skips it (see `_place`).
-        depth: size of the stack there.
         last: the last node before the branch.
-        variables, effects: of the translator before the branch.
+        stack, variables, effects: of the translator before the branch; iterators of loops are on the stack.
     """
 
     selection: Hashable
     end: Any
-    depth: int
     last: fx.Node
+    stack: list[Any]
     variables: dict[str, Any]
     effects: Any
 
@@ -71,13 +71,13 @@ def taking_branches(step: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
     @functools.wraps(step)
     def step_taking_branches(self: Any) -> bool:
-        if self.instruction_pointer is not None and dynamo.takes_branches(self.output):
-            instruction, branches = self.instructions[self.instruction_pointer], _branches(self)
+        if self.instruction_pointer is not None:
+            instruction, branches = self.instructions[self.instruction_pointer], self.__dict__.get("_dta_branches")
             while branches and branches[-1].end == _place(self, instruction):
                 if not _does_nothing_over_no_rows(self, branches.pop()):
                     dynamo.trace_without_branches()
                 _open(self.output).pop()
-            if instruction.opname in JUMPS and self.stack:
+            if instruction.opname in JUMPS and self.stack and isinstance(self.stack[-1], CONDITIONS):
                 _begin(self, instruction)
         return step(self)
 
@@ -98,11 +98,6 @@ def refusing_open_branches(compile_subgraph: Callable[..., Any]) -> Callable[...
     return compile_subgraph_outside
 
 
-def _branches(translator: Any) -> list[_Branch]:
-    """Return the branches of a function that are being traced, the innermost last."""
-    return translator.__dict__.setdefault("_dta_branches", [])
-
-
 def _open(output: Any) -> list[_Branch]:
     """Return the branches of all functions of a graph that are being traced."""
     return output.__dict__.setdefault("_dta_open_branches", [])
@@ -110,12 +105,10 @@ def _open(output: Any) -> list[_Branch]:
 
 def _begin(translator: Any, jump: Any) -> None:
     """Begin a branch at a jump that depends on whether a selection is empty: replace the condition by a constant."""
-    condition = translator.stack[-1]
-    if not isinstance(condition, (TensorVariable, SymNodeVariable)):
+    if not dynamo.takes_branches(translator.output):
         return
-    found = _emptiness(condition.as_proxy().node)
-    nodes = translator.output.graph.nodes
-    if found is None or not len(nodes):
+    found, nodes = _emptiness(translator.stack[-1].as_proxy().node), translator.output.graph.nodes
+    if found is None:
         return
     selection, is_true = found  # and whether the condition is true if something is selected
     following = translator.instructions[translator.instruction_pointer + 1]
@@ -128,9 +121,9 @@ def _begin(translator: Any, jump: Any) -> None:
         else:
             break
     variables = {name: _state(value) for name, value in translator.symbolic_locals.items()}
-    depth, last = len(translator.stack) - 1, next(reversed(nodes))
-    branch = _Branch(selection, _place(translator, end), depth, last, variables, _effects(translator.output))
-    _branches(translator).append(branch)
+    stack, last = translator.stack[:-1], next(reversed(nodes))
+    branch = _Branch(selection, _place(translator, end), last, stack, variables, _effects(translator.output))
+    translator.__dict__.setdefault("_dta_branches", []).append(branch)  # the innermost last
     _open(translator.output).append(branch)
     translator.stack[-1] = ConstantVariable.create(is_true)
 
@@ -171,7 +164,7 @@ def _effects(output: Any) -> Any:
 
 def _does_nothing_over_no_rows(translator: Any, branch: _Branch) -> bool:
     """Return whether a branch that ends here leaves everything as it was if its selection is empty."""
-    if len(translator.stack) != branch.depth or _effects(translator.output) != branch.effects:
+    if [*map(id, translator.stack)] != [*map(id, branch.stack)] or _effects(translator.output) != branch.effects:
         return False
     nodes, node = list[fx.Node](), branch.last.next
     while node.op != "root":

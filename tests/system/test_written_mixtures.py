@@ -350,6 +350,20 @@ class Else(Mixture):
         return out
 
 
+class Breaking(Mixture):
+    """Only the first expert with tokens of each slot."""
+
+    def mix(self, x, weights, chosen):
+        out = torch.zeros_like(x)
+        for slot in range(self.k):
+            for number, expert in enumerate(self.experts):
+                mask = chosen[:, slot] == number
+                if mask.any():
+                    out[mask] += expert(x[mask])
+                    break
+        return out
+
+
 class OfAnEarlierMask(Mixture):
     def mix(self, x, weights, chosen):
         out, which = torch.zeros_like(x), chosen.clone()
@@ -435,7 +449,7 @@ class Jittered(Mixtral):
 
 REFUSED = {
     IfThereAre: r"graph break.*numel\(\) == 0.*drop the `if`",
-    **dict.fromkeys((Scaling, OfOthers, Hits, OfAView, Else, OfAnEarlierMask), r"graph break.*if mask\.any"),
+    **dict.fromkeys((Scaling, OfOthers, Hits, OfAView, Else, Breaking, OfAnEarlierMask), r"graph break.*if mask\.any"),
     OnlyHit: r"graph break.*for number in F\.one_hot.*loop over all of them",
     InPython: r"graph break.*rows\.tolist\(\).*\.tolist\(\)",
     Centred: "selected by a condition.*y.mean.*along the token axis",
@@ -451,7 +465,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("mixture", one_by_one(REFUSED, (IfThereAre, Capacity)))
+@pytest.mark.parametrize("mixture", one_by_one(REFUSED, (IfThereAre, OfOthers, Breaking, Capacity)))
 def test_refused(mixture):
     torch._dynamo.reset()
     before = torch._dynamo.config.capture_dynamic_output_shape_ops

@@ -121,7 +121,10 @@ def _by_a_condition(term: Term, logic: Logic) -> MaskClass | None:
             other = Logic(Terms(in_order(term)), logic.sizes, logic.facts, logic.float_role, logic.integer_role)
             real = condition if is_real else other.terms.apply(torch.ops.aten.logical_not.default, condition)
             with contextlib.suppress(*undecided):
-                return _Proof(term, other, real).classify()
+                proof = _Proof(term, other, real)
+                # Without this, tokens that attend to nothing would be the real ones, and those that do the padding.
+                if other.proves(z3.Implies(proof.valid_key, proof.self_allowed)):
+                    return proof.classify()
     return None
 
 
@@ -137,7 +140,9 @@ class _Proof:
         self.query, self.key = logic.variable("query"), logic.variable("key")
         self.allowed = self._allowed(term)
         self.compared = [logic.atoms[term] for term, tokens in logic.tokens.items() if {"query", "key"} <= tokens]
-        self.real: Term = self.terms.with_index(term, "query", "key") if real is None else real
+        attends_to_itself = self.terms.with_index(term, "query", "key")
+        self.self_allowed = self._allowed(attends_to_itself)
+        self.real: Term = attends_to_itself if real is None else real
         self.valid_key = self._allowed(self.real)
         self.valid_query = self._allowed(self.terms.with_index(self.real, "key", "query"))
 

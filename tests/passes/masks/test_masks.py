@@ -581,6 +581,16 @@ REFUSED = {
         RefusalError,
         "hides earlier tokens",
     ),
+    "a window for each row, beside padding of queries and keys": (  # not: padding is real, and attends to nothing
+        lambda ids, mask, windows: (
+            causal(ids)
+            & (positions(ids)[0] - positions(ids)[1] < windows[:, None, None, None])
+            & (mask.bool()[:, None, :, None] & mask.bool()[:, None, None])
+        ),
+        (IDS, MASK, torch.tensor([3, 1, 2])),
+        RefusalError,
+        "hides earlier tokens",
+    ),
     "chunks that begin elsewhere": (
         lambda ids: causal(ids) & ((positions(ids)[0] + 1) // 4 == (positions(ids)[1] + 1) // 4),
         (IDS,),

@@ -16,10 +16,11 @@ import torch
 from torch import fx
 
 from dta_compile import records
-from dta_compile.capture import dense_calls, dynamo, encoder_calls, graph_breaks
+from dta_compile.capture import dense_calls, dynamo, encoder_calls
 from dta_compile.capture.classify import Captured, Kind, classify
 from dta_compile.capture.flash_attention import with_our_attention
 from dta_compile.capture.flex_attention import without_flex_attention
+from dta_compile.capture.graph_breaks import patches
 from dta_compile.capture.recurrences import refuse_final_states, with_our_convolutions
 from dta_compile.errors import DTAError, FinalRefusal, OptionError, RefusalError
 from dta_compile.executable.as_captured import as_captured
@@ -56,7 +57,7 @@ DENSE_LAYER = (
 
 BUG = "a check of the compiler on itself failed, which is a bug of dta_compile"
 
-graph_breaks.avoid()
+patches.avoid()
 encoder_calls.stand_in()
 dense_calls.warn(has_graphs=lambda compiler: records.of(compiler).graphs > 0)
 

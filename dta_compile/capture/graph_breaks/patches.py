@@ -21,7 +21,8 @@ from torch._dynamo.variables import (
 )
 from torch._dynamo.variables.tensor import SymNodeVariable
 
-from dta_compile.capture import dynamo, selected_branches
+from dta_compile.capture import dynamo
+from dta_compile.capture.graph_breaks import selected_branches
 
 
 def avoid() -> None:

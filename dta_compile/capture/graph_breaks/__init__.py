@@ -1,0 +1,1 @@
+"""Graph breaks of Dynamo that a trace for the tree avoids."""

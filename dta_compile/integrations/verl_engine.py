@@ -328,13 +328,7 @@ class DTAValueEngine(DTAEngine):
     """The same for critics."""
 
     @staticmethod
-    def compute(
-        module: nn.Module,
-        inputs: dict[str, Any],
-        labels: torch.Tensor,
-        temperature: torch.Tensor | None,
-        extra: tuple[str, ...],
-    ) -> Values:
+    def compute(module: nn.Module, inputs: dict[str, Any], *_: Any) -> Values:
         """Compute the value of each token, by a head with one output, or by TRL's `v_head`."""
         output = module(**inputs, use_cache=False)
         return {"values": output[2] if hasattr(module, "v_head") else output.logits[..., 0]}

@@ -375,6 +375,29 @@ class OfAnEarlierMask(Mixture):
         return out
 
 
+class OfAMaskThatChanges(Mixture):
+    """What is asked about the mask is no longer true of it."""
+
+    def mix(self, x, weights, chosen):
+        out, mask = torch.zeros_like(x), (chosen == 7).any(-1)
+        some = mask.any()
+        mask[:] = True
+        if some:
+            out[mask] += self.experts[0](x[mask])
+        return out + x
+
+
+class ByNumbers(Mixture):
+    """A mask as numbers picks rows 0 and 1."""
+
+    def mix(self, x, weights, chosen):
+        out, mask = torch.zeros_like(x), (chosen == 7).any(-1)
+        if mask.any():
+            rows = mask.long()
+            out[rows] = self.experts[0](x[rows])
+        return out + x
+
+
 class InPython(Loop):
     def of_one(self, out, x, rows, weights, expert):
         for row in rows.tolist():
@@ -449,7 +472,10 @@ class Jittered(Mixtral):
 
 REFUSED = {
     IfThereAre: r"graph break.*numel\(\) == 0.*drop the `if`",
-    **dict.fromkeys((Scaling, OfOthers, Hits, OfAView, Else, Breaking, OfAnEarlierMask), r"graph break.*if mask\.any"),
+    OfAMaskThatChanges: r"graph break.*if some",
+    **dict.fromkeys(
+        (Scaling, OfOthers, ByNumbers, Hits, OfAView, Else, Breaking, OfAnEarlierMask), r"graph break.*if mask\.any"
+    ),
     OnlyHit: r"graph break.*for number in F\.one_hot.*loop over all of them",
     InPython: r"graph break.*rows\.tolist\(\).*\.tolist\(\)",
     Centred: "selected by a condition.*y.mean.*along the token axis",
@@ -465,7 +491,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("mixture", one_by_one(REFUSED, (IfThereAre, OfOthers, Breaking, Capacity)))
+@pytest.mark.parametrize(
+    "mixture", one_by_one(REFUSED, (IfThereAre, OfAMaskThatChanges, ByNumbers, Breaking, Capacity))
+)
 def test_refused(mixture):
     torch._dynamo.reset()
     before = torch._dynamo.config.capture_dynamic_output_shape_ops

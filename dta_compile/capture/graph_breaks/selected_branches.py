@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import operator
 import re
+import types
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -132,9 +134,10 @@ def _place(translator: Any, instruction: Any) -> Any:
     """Return an instruction, or what it returns if that is a constant: a function may do so at several places."""
     if instruction.opname == "RETURN_CONST":
         return "return", instruction.argval
-    following = translator.instructions[translator.indexof[instruction] :][1:2]
-    if instruction.opname == "LOAD_CONST" and following and following[0].opname == "RETURN_VALUE":
-        return "return", instruction.argval
+    if instruction.opname == "LOAD_CONST":
+        following = translator.instructions[translator.indexof[instruction] + 1]  # no function ends with a constant
+        if following.opname == "RETURN_VALUE":
+            return "return", instruction.argval
     return instruction
 
 
@@ -216,11 +219,22 @@ def _written(node: fx.Node) -> Iterator[fx.Node | None]:
         yield None
     elif node.op in ("call_method", "call_function"):
         is_method = name.endswith("_") and not name.endswith("__")
-        if is_method or node.target in (operator.setitem, *IN_PLACE) or node.kwargs.get("inplace"):
+        if is_method or node.target in (operator.setitem, *IN_PLACE) or _is_in_place(node):
             yield node.args[0] if isinstance(node.args[0], fx.Node) else None
-        schema = getattr(node.target, "_schema", None)
-        if name in ("batch_norm", "instance_norm") or (schema is not None and schema.is_mutable):
+        overloads = [node.target]
+        if isinstance(node.target, torch._ops.OpOverloadPacket):
+            overloads = [getattr(node.target, overload) for overload in node.target.overloads()]
+        schemas = [one._schema for one in overloads if isinstance(one, torch._ops.OpOverload)]
+        if name in ("batch_norm", "instance_norm") or any(schema.is_mutable for schema in schemas):
             yield None
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    """Return whether a function is called with `inplace`, by name or by its place."""
+    if "inplace" in node.kwargs or not isinstance(node.target, types.FunctionType):
+        return bool(node.kwargs.get("inplace"))
+    names = list(inspect.signature(node.target).parameters)
+    return "inplace" in names and node.args[names.index("inplace") :][:1] not in ((), (False,))
 
 
 def _is_new(node: fx.Node, own: set[fx.Node]) -> bool:
@@ -240,10 +254,13 @@ def _memory(node: fx.Node) -> set[int]:
 
 def _writes_selected(node: fx.Node, selection: Hashable) -> bool:
     """Return whether a node writes to its first argument at positions of a selection."""
-    if _name(node).removesuffix("_") not in WRITES or not isinstance(node.args[0], fx.Node):
+    name = _name(node).removesuffix("_")
+    place = 1 if name in ("setitem", "index_put") else 2  # behind a dimension
+    if name not in WRITES or len(node.args) <= place or not isinstance(node.args[0], fx.Node):
         return False
-    indices = [part for arg in node.args[1:-1] for part in (arg if isinstance(arg, (tuple, list)) else (arg,))]
-    return any(isinstance(index, fx.Node) and _selection(index) == selection for index in indices)
+    index = node.args[place]
+    indices = index if isinstance(index, (tuple, list)) else (index,)
+    return any(isinstance(part, fx.Node) and _selection(part) == selection for part in indices)
 
 
 def _emptiness(node: fx.Node) -> tuple[Hashable, bool] | None:
@@ -304,30 +321,42 @@ def _selection(node: fx.Node) -> Hashable:
         parts = [part for part in (index if isinstance(index, tuple) else (index,)) if isinstance(part, fx.Node)]
         chosen = next((one for one in map(_selection, parts) if one is not None), None)
         return _selection(source) if chosen is None and not parts else chosen
-    return _selection(source) if name in AS_MANY else None
+    return _selection(source) if name in AS_MANY and not _is_bool(source) else None  # a mask as numbers picks no rows
 
 
 def _mask(node: fx.Node) -> Hashable:
     """Return a name for the entries where a mask is true, the same for masks that are computed alike.
 
-    The entries of `chosen == 3` are those that `bincount(chosen.flatten())[3]` counts.
+    The entries of `chosen == 3` are those that `bincount(chosen.flatten())[3]` counts. None if anything writes to the
+    mask, or to what it is computed from: then it may be another one later.
     """
+    if _is_written(node):
+        return None
     if not _is_bool(node) or node.op not in ("call_function", "call_method") or node.kwargs:
         return node
     values = [arg for arg in node.args if isinstance(arg, fx.Node)]
-    if any(_is_written(value) for value in (node, *values)):
-        return node  # computed alike, another one may be of other values
+    if any(_is_written(value) for value in values):
+        return None
     if _name(node) == "eq" and len(node.args) == 2 and len(values) == 1 and type(node.args[1]) is int:
         return "eq", _entries(values[0]), node.args[1]
-    return _name(node), tuple(_mask(arg) if isinstance(arg, fx.Node) else repr(arg) for arg in node.args)
+    parts = [_mask(arg) if isinstance(arg, fx.Node) else repr(arg) for arg in node.args]
+    return None if None in parts else (_name(node), *parts)
 
 
 def _is_written(node: fx.Node) -> bool:
-    """Return whether anything has written to a value, or to a view of it."""
+    """Return whether anything writes to the memory of a value."""
     memory = _memory(node)
-    if any(node in _written(user) for user in node.users):
-        return True
-    return any(_memory(user) & memory and _is_written(user) for user in node.users)
+    while (base := next((one for one in node.all_input_nodes if _memory(one) & memory), None)) is not None:
+        node = base
+    pending, seen = [node], set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            if any(written is None or written is node for user in node.users for written in _written(user)):
+                return True
+            pending += [user for user in node.users if _memory(user) & memory]
+    return False
 
 
 def _entries(node: fx.Node) -> fx.Node:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import pathlib
 import sys
 import tempfile
@@ -198,8 +199,12 @@ def main() -> None:
         results[name] = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
     if dist.get_rank() == 0:
         pathlib.Path(sys.argv[1]).write_text(json.dumps(results))
-    dist.barrier()  # a rank that exits while gloo releases the last transfer's tensors is aborted
+    dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A thread of gloo that releases the last transfer's tensors while the interpreter ends aborts the process.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -192,6 +192,7 @@ def updates(layers: int, hidden: int, rounds: int, chosen: Sequence[int]) -> Tab
         "dta, 40 rows": ("whole", ONE_BATCH | PLAIN),
         "dta, 40 rows, backbone only": ("backbone", ONE_BATCH | PLAIN),
         "dta, 8 rows x 5": ("whole", FIVE_BATCHES | PLAIN),
+        "dta, 40 rows, checkpoints": ("whole", ONE_BATCH),
     }
     ways = {name: way for i, (name, way) in enumerate(ways.items()) if i in chosen}
     with tempfile.TemporaryDirectory() as folder:
@@ -219,7 +220,7 @@ def main() -> None:
     parser.add_argument("--sharing", nargs="+", metavar="FILE", help="only the table of sharing, for these files")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--ways", type=int, nargs="+", default=range(6), help="rows of the second table")
+    parser.add_argument("--ways", type=int, nargs="+", default=range(7), help="rows of the second table")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()

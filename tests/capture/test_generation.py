@@ -88,7 +88,8 @@ def test_generates_as_eager_then_trains_over_the_tree(model, where, caplog):
         assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("grad_mode", [pytest.param(torch.no_grad, marks=pytest.mark.slow), torch.inference_mode])
+@pytest.mark.slow
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
 def test_scoring_shares_prefixes_although_the_model_makes_a_cache(model, grad_mode):
     eager, ids = copy.deepcopy(model), fork(prompts()[0])[:2]
     model.compile(backend="dta")

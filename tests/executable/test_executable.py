@@ -81,7 +81,9 @@ def replace(engine, executable):
         replace(engine.rest, executable.rest)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=pytest.mark.slow) if name.startswith("recurrent") else name for name in CASES]
+)
 def test_a_pickled_executable_does_the_same(case):
     torch._dynamo.reset()
     make, args, real = CASES[case]

@@ -24,7 +24,7 @@ def compiled(model):
     return torch.compile(model, backend="dta")
 
 
-@settings(max_examples=60, **QUICK)
+@settings(max_examples=25, **QUICK)
 @given(case=cases, chosen=options, loss=st.sampled_from(sorted(LOSSES)))
 def test_forward_and_backward(model, compiled, case, chosen, loss):
     check_transparent(model, compiled, case, chosen, loss)

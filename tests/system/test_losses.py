@@ -284,7 +284,7 @@ def test_regularisers_and_learned_loss_weights(model):
     assert_same(found, torch.autograd.grad(loss(IDS), balance))
 
 
-@pytest.mark.parametrize("keep", [0, 4])
+@pytest.mark.parametrize("keep", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_the_labels_loss_and_logits_to_keep_of_transformers(keep):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(

@@ -49,6 +49,7 @@ ALIKE = (
     "gpt_neox",
     "olmo2",
     "mistral",
+    "qwen3",
 )  # show what others show, nearly
 
 
@@ -323,7 +324,7 @@ def _refusal(model, batch):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("config", ["Gemma2Config", "GptOssConfig"])
+@pytest.mark.parametrize("config", ["Gemma2Config", pytest.param("GptOssConfig", marks=pytest.mark.slow)])
 def test_attention_written_out_by_transformers(config):
     """Soft-capped scores, and sinks; transformers' own softmax is in float32, whose rounding is the tolerance."""
     more = {"num_local_experts": 2, "num_experts_per_tok": 1} if config == "GptOssConfig" else {}

@@ -73,7 +73,7 @@ def after(function, model, ids):
     return [result.detach() for result in results], {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("further", [Further, Scaled])
+@pytest.mark.parametrize("further", [pytest.param(Further, marks=pytest.mark.slow), Scaled])
 def test_each_token_with_the_next_one(further):
     model = Predicting(further=further)
     compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)

@@ -447,12 +447,14 @@ def test_two_models_alternate():
             check_forks(one, one.with_options(SMALL, FORKS.arguments))
 
 
+@pytest.mark.slow
 def test_checkpointed_layers():
     one = Compiled("da")
     one.model.checkpoints = True
     check_forks(one, one.with_options(SMALL, FORKS.arguments))
 
 
+@pytest.mark.slow
 def test_frozen_parameters():
     """A frozen first layer, whose states get no gradients; and then nothing but a convolution is trained."""
     one = Compiled("dc")
@@ -484,6 +486,7 @@ def test_autocast_rounds_no_worse_than_eager():
     assert max(ours.values()) <= 2 * max(theirs.values())
 
 
+@pytest.mark.slow
 def test_plans_count_states():
     one = Compiled("dca")
     plan = one.check(FORKS, SMALL)

@@ -35,7 +35,7 @@ SPARSE = {"n_routed_experts": 4, "mlp_layer_types": ["dense"], "q_lora_rank": 16
 }
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_indices_of_learned_sparse_attention(is_compiled):
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -40,7 +40,9 @@ def check(name, compiled, model, rows, more=lambda call: {}):
     return plan, " ".join(plan.estimates.notes)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "idefics3" else name for name in NAMES]
+)
 def test_images_are_encoded_once_and_shared(name):
     model = build(name)
     compiled = torch.compile(model, backend="dta", options={"chunk_size": 5, "codegen": "eager"})
@@ -89,6 +91,7 @@ class Scaled(transformers.LlavaModel):
         return output
 
 
+@pytest.mark.slow
 def test_gradients_of_what_makes_features_besides_the_encoder():
     """Of a parameter of the model itself, of one that is not registered, and of pixels; the encoder is frozen."""
     model, call = build("llava"), inputs("llava", ROWS[:2])

@@ -32,7 +32,7 @@ class PerHead(TinyLM):
         return self.norm(x)
 
 
-@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_every_row_of_a_token_is_multiplied(name, batch):
     torch.compiler.reset()

@@ -138,7 +138,7 @@ def test_nothing_is_compiled_again_whatever_the_batch(trained):
 
 
 @needs_compiler
-@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("heads", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 4])
 def test_sums_over_rows_serve_few_and_many(heads):
     text = "def forward(self, size_0, input_0):\n    return ((input_0 * 2).sum((0, 1)),)\n"
     (size,) = size_symbols(1)

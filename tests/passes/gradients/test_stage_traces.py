@@ -123,6 +123,6 @@ class Partly(TinyLM):
         return self.norm(x.detach() * 0.1 + x + self.lost(x, mask) * 0)
 
 
-@pytest.mark.parametrize("build", [Mixed, Skipping, pytest.param(Partly, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("build", [Mixed, *(pytest.param(one, marks=pytest.mark.slow) for one in (Skipping, Partly))])
 def test_stacks_of_layers_that_differ(build):
     check(build())

@@ -19,7 +19,7 @@ def packed(sequences, chunk_size, order="backward_dfs"):
     return pack(PrefixTree.build(sequences), chunk_size, order)[0]
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.data())
 def test_chunks_partition_the_tree_and_continue_the_spine_of_their_parent(batches, data):
     sequences, units = with_units(data.draw(batches), data.draw(st.sampled_from([1, 2, 1000, 1000])))
@@ -44,7 +44,7 @@ def test_chunks_partition_the_tree_and_continue_the_spine_of_their_parent(batche
             assert parent == -1
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.data())
 def test_a_packed_chunk_has_one_open_path_and_whole_nodes(batches, data):
     sequences, chunk_size = data.draw(batches), data.draw(st.sampled_from(CHUNK_SIZES))

@@ -35,7 +35,7 @@ def test_branches_on_the_stack_have_no_rectangles():
     assert rectangles(parts) == []
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.data())
 def test_squares_rectangles_and_prefix_are_the_pairs_of_the_tree_each_once(batches, data):
     sequences, strategy = data.draw(batches), data.draw(st.sampled_from(["packed", "packed", "dfs", "dense"]))

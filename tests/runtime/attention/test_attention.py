@@ -60,7 +60,7 @@ def test_one_slice_of_any_length(tokens, start):
     run.check(1e-11 if tokens > 1000 else TIGHT)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(case=cases(shapes(sizes=(1, 2, 3, 5, 20, 60))), cuts=st.sampled_from([TINY, {}]))
 def test_parts_are_the_pairs_of_the_tree_each_once(case, cuts):
     shape = case.shape

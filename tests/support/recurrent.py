@@ -100,6 +100,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("Mamba2Config", {**MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 16}),
     "mamba": ("MambaConfig", {**MAMBA, "time_step_rank": 4}),
     "falcon_mamba": ("FalconMambaConfig", {**MAMBA, "time_step_rank": 4}),
+    "recurrent_gemma": (
+        "RecurrentGemmaConfig",
+        {**ATTENTION, "block_types": ["recurrent", "attention", "recurrent"]}
+        | {"lru_width": 32, "head_dim": 8, "attention_window_size": 6},
+    ),
     "jamba": (
         "JambaConfig",
         {

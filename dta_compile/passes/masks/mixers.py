@@ -190,8 +190,8 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
         )
     elif name.startswith(("aten.select.", "aten.cumsum.", "aten.cumprod.", "aten.logcumsumexp.")):
         hint = (
-            "a recurrence over tokens runs over the tree if it calls dta_compile.linear_attention, gated_delta_rule,"
-            " selective_scan or short_convolution in place of a loop or a cumulative sum"
+            "a recurrence over tokens runs over the tree if it calls dta_compile.linear_recurrence, linear_attention,"
+            " gated_delta_rule, selective_scan or short_convolution in place of a loop or a cumulative sum"
         )
     elif name.startswith(("aten.max.", "aten.amax.", "aten.aminmax.")):
         hint = (

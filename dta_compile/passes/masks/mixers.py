@@ -258,7 +258,9 @@ class _Masks:
                 self._derived[masking.mask] = self.programs.of(masking.mask)
             mask, choice = self._derived[masking.mask]
             if choice is not None and MIXERS[node.target] not in OVER_CHOSEN:
-                raise refusal(where(node), "a choice of keys among those that were chosen", "choose keys once a layer")
+                again = MIXERS[node.target] is CHOICE_MIXER
+                got = "among those that were chosen" if again else "for scores with a learned bias by distance"
+                raise refusal(where(node), f"a choice of keys {got}", "choose keys once a layer, without a bias")
             return mask, choice
         return self.declared(node, masking.segments, masking.window) if is_declared else None, None
 

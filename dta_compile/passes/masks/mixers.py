@@ -193,6 +193,8 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
             "a recurrence over tokens runs over the tree if it calls dta_compile.linear_recurrence, linear_attention,"
             " gated_delta_rule, selective_scan or short_convolution in place of a loop or a cumulative sum"
         )
+    elif name.startswith("aten.split"):
+        hint = "streams one after the other along the token axis (ProphetNet's n-grams) belong on an axis of their own"
     elif name.startswith(("aten.max.", "aten.amax.", "aten.aminmax.")):
         hint = (
             "a largest entry over all tokens, such as the scale of a tensor in float8 or int8 training, changes with"

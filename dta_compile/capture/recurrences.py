@@ -216,9 +216,13 @@ def _selective_scan(args: Arguments) -> Any:
 
 def _rnn_scan(args: Arguments) -> Any:
     """Compute the scan of RG-LRU layers over `[B, S, D]`, with a state in `acc_dtype`."""
-    value, dtype, state = _get(args, "hidden_states"), _get(args, "acc_dtype"), _get(args, "recurrent_states")
-    factor = _get(args, "recurrent_gate") * ~_get(args, "reset")
-    out = torch.ops.dta.linear_recurrence(value.type(dtype), factor.type(dtype), None).type(value.dtype)
+    names = "hidden_states", "recurrent_gate", "reset", "acc_dtype", "recurrent_states"
+    *given, state = (_get(args, name) for name in names)
+    if any(argument is None for argument in given):
+        return NotImplemented  # a method of another model
+    value, factor, reset, dtype = given
+    factor = (factor * ~reset).type(dtype)
+    out = torch.ops.dta.linear_recurrence(value.type(dtype), factor, None).type(value.dtype)
     # Without a cache, layers drop the state at the beginning of the next call.
     return out, None if state is None else FINAL_STATE(value, [value.shape[0], value.shape[2]])
 

@@ -59,7 +59,7 @@ SIZES = {
     ("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"): 8,
     ("max_position_embeddings", "n_positions", "max_seq_len"): 128,
     ("sliding_window", "sliding_window_size", "attention_window", "attention_window_size", "window_size"): 5,
-    ("keep_window_size", "local_attention", "local_attention_window_len", "attention_chunk_size"): 5,
+    ("keep_window_size", "local_attention", "local_attention_window_len", "attention_chunk_size", "rel_extent"): 5,
     ("index_topk", "index_block_size"): 4,
     ("mamba_chunk_size",): 4,  # tokens that its scan in eager takes at once
     ("index_topk_blocks", "index_n_heads", "no_rope_layer_interval", "attn_layer_period"): 2,
@@ -67,7 +67,7 @@ SIZES = {
     ("attn_layer_offset",): 1,
 }
 # Names of settings that bound a token's attention span, which must be shorter than a sequence to be tested.
-SPANS = re.compile("window(_size|_len)?$|attention_chunk|local_attention|index_(topk|block)")
+SPANS = re.compile("window(_size|_len)?$|attention_chunk|local_attention|rel_extent|index_(topk|block)")
 # Settings with one entry per layer: every kind that a model has by default must occur.
 PER_LAYER = ("indexer_types", "layer_types", "layers_block_type", "mlp_layer_types")
 # Kinds of layers that a type has in its checkpoints but not by default.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dta_compile.ops.recurrences.functions import (
         gated_delta_rule,
         linear_attention,
+        linear_recurrence,
         selective_scan,
         short_convolution,
     )
@@ -43,6 +44,7 @@ __all__ = [
     "gated_delta_rule",
     "last_plan",
     "linear_attention",
+    "linear_recurrence",
     "plan",
     "register_token_rule",
     "selective_scan",
@@ -58,6 +60,7 @@ _LAZY = {
     "explain": "dta_compile.api",
     "gated_delta_rule": "dta_compile.ops.recurrences.functions",
     "linear_attention": "dta_compile.ops.recurrences.functions",
+    "linear_recurrence": "dta_compile.ops.recurrences.functions",
     "selective_scan": "dta_compile.ops.recurrences.functions",
     "short_convolution": "dta_compile.ops.recurrences.functions",
     "last_plan": "dta_compile.api",

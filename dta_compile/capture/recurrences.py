@@ -214,6 +214,19 @@ def _selective_scan(args: Arguments) -> Any:
     return out, FINAL_STATE(value, [value.shape[0], value.shape[1], entry.shape[2]])
 
 
+def _rnn_scan(args: Arguments) -> Any:
+    """Compute the scan of RG-LRU layers over `[B, S, D]`, with a state in `acc_dtype`."""
+    names = "hidden_states", "recurrent_gate", "reset", "acc_dtype", "recurrent_states"
+    *given, state = (_get(args, name) for name in names)
+    if any(argument is None for argument in given):
+        return NotImplemented  # a method of another model
+    value, factor, reset, dtype = given
+    factor = (factor * ~reset).type(dtype)
+    out = torch.ops.dta.linear_recurrence(value.type(dtype), factor, None).type(value.dtype)
+    # Without a cache, layers drop the state at the beginning of the next call.
+    return out, None if state is None else FINAL_STATE(value, [value.shape[0], value.shape[2]])
+
+
 class Definition(NamedTuple):
     """Definition of a function in terms of our operators, with the names of the arguments that it understands.
 
@@ -228,7 +241,7 @@ def _definition(compute: Callable[[Arguments], Any], *understood: str) -> Defini
     return Definition(compute, frozenset(understood) | WITHOUT_MEANING)
 
 
-HANDS_OVER = ("output_final_state", "return_final_states", "return_last_state")
+HANDS_OVER = ("output_final_state", "recurrent_states", "return_final_states", "return_last_state")
 WITHOUT_MEANING = frozenset(  # no influence on the result
     ("chunk_indices", "chunk_size", "cu_seqlens_cpu", "seq_lens_cpu", "use_associative_scan", "use_mambapy")
 )
@@ -258,19 +271,27 @@ DEFINITIONS: dict[str, Definition] = {
     "selective_scan_fn": _definition(_selective_scan, *_SELECTIVE_SCAN, "return_last_state"),
     "torch_chunk_gated_delta_rule": _DELTA_RULE,
 }
+# Methods of layers, which Dynamo does not look up as functions.
+METHODS = {
+    "_rnn_scan": _definition(
+        _rnn_scan, "self", "hidden_states", "recurrent_gate", "reset", "recurrent_states", "acc_dtype"
+    )
+}
 # Fused functions that transformers prefers; it calls the separate functions where these are None.
 FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 # Prefixes of the names of modules.
 TRANSFORMERS = "transformers.models."
 PACKAGES = (TRANSFORMERS, "transformers_modules.", "fla.ops.", "mamba_ssm.ops.", "causal_conv1d.")
 
-_known: set[types.FunctionType] = set()
+_known: set[Callable[..., Any]] = set()
 
 
 def _substitute_functions(module: types.ModuleType) -> None:
     """Have Dynamo trace our definitions of the functions of a module when it traces for this backend."""
     for name, original in list(vars(module).items()):
         is_fused = name in FUSED and module.__name__.startswith(TRANSFORMERS)
+        if isinstance(original, type) and original.__module__ == module.__name__:
+            _substitute_methods(original)
         if name not in DEFINITIONS and not is_fused:
             continue
         is_own = isinstance(original, types.FunctionType) and original.__module__ == module.__name__
@@ -281,13 +302,29 @@ def _substitute_functions(module: types.ModuleType) -> None:
             _substitute(original, own, _no_function if is_fused else _definition_of(original, own, DEFINITIONS[name]))
 
 
-def _substitute(original: types.FunctionType, own: Callable[..., Any], traced: Callable[..., Any]) -> None:
+def _substitute_methods(layer: type) -> None:
+    for name in METHODS.keys() & vars(layer).keys():
+        own = vars(layer)[name]
+        if isinstance(own, types.FunctionType) and own not in _known:
+            substitute = _or_own(_definition_of(own, own, METHODS[name]), own, own)
+            _known.add(substitute)
+            setattr(layer, name, substitute)
+
+
+def _or_own(traced: Callable[..., Any], own: Callable[..., Any], original: types.FunctionType) -> Callable[..., Any]:
+    """Return a function that computes `traced` in graphs for this backend, and `own` elsewhere."""
+
     @functools.wraps(original, updated=())
     def substitute(*args: Any, **kwargs: Any) -> Any:
-        result = traced(*args, **kwargs) if traces_for_this_backend() else NotImplemented
+        is_traced = torch.compiler.is_compiling() and traces_for_this_backend()
+        result = traced(*args, **kwargs) if is_traced else NotImplemented
         return own(*args, **kwargs) if result is NotImplemented else result
 
-    torch._dynamo.substitute_in_graph(original, skip_signature_check=True)(substitute)
+    return substitute
+
+
+def _substitute(original: types.FunctionType, own: Callable[..., Any], traced: Callable[..., Any]) -> None:
+    torch._dynamo.substitute_in_graph(original, skip_signature_check=True)(_or_own(traced, own, original))
 
 
 def _no_function(*args: Any, **kwargs: Any) -> None:
@@ -298,6 +335,7 @@ def _definition_of(original: types.FunctionType, own: Callable[..., Any], defini
     """Build the function that Dynamo traces for `original`; it returns `NotImplemented` for calls left to `own`."""
     parameters = inspect.signature(original).parameters.values()
     names = tuple(each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD)
+    value = names[names[0] == "self"]
     defaults = {each.name: each.default for each in parameters if each.default is not inspect.Parameter.empty}
     # transformers' functions ignore their `**kwargs`; those of the packages may read theirs.
     takes_others = not original.__module__.startswith("transformers")
@@ -313,10 +351,10 @@ def _definition_of(original: types.FunctionType, own: Callable[..., Any], defini
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        if _get(arguments, *HANDS_OVER) and not torch.is_grad_enabled():
-            return own(*(STATE_CONTINUES(args[0]), *args[1:]), **kwargs) if args else NotImplemented
+        if _get(arguments, *HANDS_OVER) is not None and not torch.is_grad_enabled():
+            return own(**{**arguments, value: STATE_CONTINUES(arguments[value])})
         if not takes_others:
-            arguments[names[0]] = refuse_unknown(arguments[names[0]], original.__name__, arguments, known, NO_HINT)
+            arguments[value] = refuse_unknown(arguments[value], original.__name__, arguments, known, NO_HINT)
         return definition.compute(arguments) if is_understood(arguments) else NotImplemented
 
     return traced

@@ -245,7 +245,7 @@ def _refuse_contradictions(
     has_window = is_ours or (attention_mask is None and causal and is_square)
     for is_wrong, argument, against in (
         (is_ours and is_causal is False, "is_causal=False", "with a causal mask"),
-        (is_ours and not is_square, "key", "of other tokens with a mask that has none of them"),
+        (is_ours and not is_square, "key", "of other tokens than the mask has, such as compressed ones"),
         (has_window and sliding_window not in (None, window), "sliding_window", "that is not the window of the mask"),
         (ends is not None and not (causal and is_square), "cu_seq_lens_q", "without causal attention over itself"),
     ):

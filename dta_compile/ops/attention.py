@@ -5,7 +5,8 @@ Over a batch (`attention_call`, or `sink_attention_call` with sinks) an operator
 on the runtime's path stack, which holds the keys and values of the tokens before the chunk.
 
 A *sink* is, for each head, the score of an additional key in the softmax, whose value is zero. A *choice* is, for each
-query, the keys that it reads of those that it may read (`chosen_keys`).
+query, the keys that it reads of those that it may read (`chosen_keys`). A *bias by distance* `[B, H, S, n]` has, for
+each head and query, what is added to the score of the key `d` tokens before it: entry `min(d, n - 1)`.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ LIBRARY.define(
 DENSE_ATTENTION_BACKWARD = torch.ops.dta.dense_attention_backward.default
 
 
-def _mixer(prefix: str, name: str, with_sinks: bool, with_choice: bool) -> Mixer:
+def _mixer(prefix: str, name: str, with_sinks: bool = False, with_choice: bool = False, biased: bool = False) -> Mixer:
     """Define the three operators of a kind of attention, and register them as a mixer."""
-    further = [*["sinks"] * with_sinks, *["choice"] * with_choice]
+    further = [*["sinks"] * with_sinks, *["choice"] * with_choice, *["bias"] * biased]
     operands = ", ".join([OPERANDS, *(f"Tensor {operand}" for operand in further)])
-    grads, results = ", ".join(["Tensor"] * (3 + with_sinks)), "Tensor out, Tensor logsumexp"
+    grads, results = ", ".join(["Tensor"] * (3 + with_sinks + biased)), "Tensor out, Tensor logsumexp"
     attention = f"{prefix}attention"
     LIBRARY.define(f"{attention}_call({operands}, {MASKING}) -> Tensor")
     LIBRARY.define(f"{attention}(int layer, {operands}, {SCORING}) -> (Tensor, Tensor)")
@@ -87,6 +88,7 @@ def _mixer(prefix: str, name: str, with_sinks: bool, with_choice: bool) -> Mixer
                 Operand("value", "values", True),
                 *[Operand("sinks", "sinks", has_tokens=False)] * with_sinks,
                 *[Operand("choice", "choices of keys")] * with_choice,
+                *[Operand("bias", "biases by distance")] * biased,
             ),
             dims=(BATCH, "heads", TOKENS, "head_dim"),
             constants=(count + 4, count + 5),  # scale and soft cap
@@ -94,16 +96,17 @@ def _mixer(prefix: str, name: str, with_sinks: bool, with_choice: bool) -> Mixer
     )
 
 
-ATTENTION_MIXER = _mixer("", "attention", with_sinks=False, with_choice=False)
-SINK_ATTENTION_MIXER = _mixer("sink_", "attention with sinks", with_sinks=True, with_choice=False)
+ATTENTION_MIXER = _mixer("", "attention")
+SINK_ATTENTION_MIXER = _mixer("sink_", "attention with sinks", with_sinks=True)
+BIASED_ATTENTION_MIXER = _mixer("biased_", "attention with a bias by distance", biased=True)
 # By kind of attention, the same over chosen keys.
 OVER_CHOSEN = {
-    ATTENTION_MIXER: _mixer("chosen_", "attention over chosen keys", with_sinks=False, with_choice=True),
+    ATTENTION_MIXER: _mixer("chosen_", "attention over chosen keys", with_choice=True),
     SINK_ATTENTION_MIXER: _mixer("chosen_sink_", "attention with sinks over chosen keys", True, True),
 }
-ATTENTION_MIXERS = (ATTENTION_MIXER, SINK_ATTENTION_MIXER, *OVER_CHOSEN.values())
+ATTENTION_MIXERS = (ATTENTION_MIXER, SINK_ATTENTION_MIXER, BIASED_ATTENTION_MIXER, *OVER_CHOSEN.values())
 ATTENTION_CALL, ATTENTION, ATTENTION_BACKWARD = ATTENTION_MIXER.call, ATTENTION_MIXER.chunk, ATTENTION_MIXER.backward
-SINK_ATTENTION_CALL = SINK_ATTENTION_MIXER.call
+SINK_ATTENTION_CALL, BIASED_ATTENTION_CALL = SINK_ATTENTION_MIXER.call, BIASED_ATTENTION_MIXER.call
 
 
 # Over a batch
@@ -164,6 +167,7 @@ def _chunk_fake(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch
 def _implement(mixer: Mixer) -> None:
     """Implement the operators of a kind of attention."""
     operands, sinks = len(mixer.operands), [i for i, one in enumerate(mixer.operands) if one.name == "sinks"]
+    biases = [i for i, one in enumerate(mixer.operands) if one.name == "bias"]
     without_gradient = [None] * sum(one.name == "choice" for one in mixer.operands)
 
     def run_call(*arguments: Any) -> torch.Tensor:
@@ -181,7 +185,8 @@ def _implement(mixer: Mixer) -> None:
         return (*grads[: 3 + len(sinks)], *[None] * len(masking))
 
     def backward_fake(layer: int, grad: torch.Tensor, *arguments: Any) -> Any:
-        return (*map(empty_by_tokens, arguments[:3]), *(torch.empty_like(arguments[i]) for i in sinks))
+        by_token = map(empty_by_tokens, (*arguments[:3], *(arguments[i] for i in biases)))
+        return (*by_token, *(torch.empty_like(arguments[i]) for i in sinks))
 
     def save_chunk(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
         ctx.layer, ctx.constants = inputs[0], inputs[1 + operands :]
@@ -197,7 +202,7 @@ def _implement(mixer: Mixer) -> None:
         operator._schema.name for operator in (mixer.call, mixer.chunk, mixer.backward) if operator is not None
     )
     torch.library.register_fake(call, _call_fake, lib=LIBRARY)
-    if not without_gradient:  # the pass `mixers` makes calls over chosen keys, and none of these runs over a batch
+    if not without_gradient and not biases:  # passes make the calls of these, and none runs over a batch
         LIBRARY.impl(call, run_call, "CompositeExplicitAutograd")
         torch.library.register_autograd(call, call_backward, setup_context=save_call, lib=LIBRARY)
     torch.library.register_fake(chunk, _chunk_fake, lib=LIBRARY)

@@ -8,7 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dta_compile.ops.recurrences import linear_attention, selective_scan, short_convolution, token_shift
+from dta_compile.ops.recurrences import (
+    linear_attention,
+    linear_recurrence,
+    selective_scan,
+    short_convolution,
+    token_shift,
+)
 from dta_compile.ops.recurrences.blocks import Blocks, Runs, choose_size
 from dta_compile.ops.recurrences.operators import RECURRENCES
 from dta_compile.ops.recurrences.short_convolution import Ancestors
@@ -56,6 +62,14 @@ def scan(x, dt, A, B, C, initial, forest, kept):
     def step(t, state):
         state = (dt[t][:, None] * A).exp() * state + (dt[t] * x[t])[:, None] * B[t]
         return state @ C[t], state
+
+    return token_by_token(forest, kept, initial, step)
+
+
+def recurrence(x, factor, initial, forest, kept):
+    def step(t, state):
+        state = factor[t] * state + x[t]
+        return state, state
 
     return token_by_token(forest, kept, initial, step)
 
@@ -139,6 +153,17 @@ def check_scan(forest, kept, size):
     )
 
 
+def check_recurrence(forest, kept, size):
+    blocks, factor = Blocks(forest, kept, size), normal(forest[-1].last, CHANNELS)
+    factor.data[torch.rand(factor.shape) < 0.2] = 0  # where the state is reset
+    check(
+        lambda *given: linear_recurrence.forward(*given, blocks),
+        lambda *given: linear_recurrence.backward(*given, blocks),
+        lambda *given: recurrence(*given, forest, kept),
+        (normal(forest[-1].last, CHANNELS), factor, normal(CHANNELS)),
+    )
+
+
 def check_convolution(forest, kept, width):
     ancestors = Ancestors(forest, width, kept)
     check(
@@ -163,8 +188,9 @@ def test_linear_attention_of_forests(seed, groups, decay, has_beta, strength):
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**6))
-def test_selective_scans_of_forests(seed):
+def test_scans_of_forests(seed):
     check_scan(*draw(seed))
+    check_recurrence(*draw(seed))
 
 
 @settings(max_examples=40, deadline=None)
@@ -204,6 +230,7 @@ def test_a_branch_at_every_depth(tokens):
     check_attention(forest, [1, 4, 9], 4)
     check_attention(forest, [1, 4, 9], 4, decay="channel", has_beta=False)
     check_scan(forest, [1, 4, 9], 4)
+    check_recurrence(forest, [1, 4, 9], 4)
     check_convolution(forest, [1, 4, 9], 4)
 
 
@@ -370,6 +397,7 @@ SIZES = {
     "token_shift": [(5,), (5, 3)],
     "gated_delta_rule": [(2, 3), (2, 3), (4, 5), (4,), (4,)],
     "linear_attention": [(2, 3), (2, 3), (4, 5), (4, 3)],
+    "linear_recurrence": [(5,), (5,)],
     "selective_scan": [(5,), (5,), (5, 3), (3,), (3,)],
 }
 

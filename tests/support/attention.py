@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from dta_compile.executable.layers import AttentionLayer, StateSpec
-from dta_compile.ops.attention import ATTENTION_MIXER, SINK_ATTENTION_MIXER
+from dta_compile.ops.attention import ATTENTION_MIXER, BIASED_ATTENTION_MIXER, SINK_ATTENTION_MIXER
 from dta_compile.plan import Segment
 from dta_compile.runtime.attention.layer import AttentionRuntime
 from dta_compile.runtime.path.chunk_shape import ChunkShape, Limit
@@ -36,6 +36,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     softcap: float = 0.0
     with_sinks: bool = False
+    bias: int = 0
     chunk: int = 0
     units: bool = False
 
@@ -116,10 +117,10 @@ def ancestry(case: Case) -> torch.Tensor:
     return allowed[shape.start :]
 
 
-def attention_layer(kv_heads, key_dim, value_dim, dtype=torch.float64, with_sinks=False):
+def attention_layer(kv_heads, key_dim, value_dim, dtype=torch.float64, mixer=ATTENTION_MIXER):
     """Return an attention layer that belongs to no graph."""
     states = tuple(StateSpec((1, kv_heads, 1, width), 2, dtype) for width in (key_dim, value_dim))
-    return AttentionLayer(0, SINK_ATTENTION_MIXER if with_sinks else ATTENTION_MIXER, states, "", None)
+    return AttentionLayer(0, mixer, states, "", None)
 
 
 def random(*sizes, dtype=torch.float64, seed=0):
@@ -134,8 +135,10 @@ class Run:
         self.case, shape, dtype = case, case.shape, case.dtype
         tokens, heads = shape.tokens, case.kv_heads * case.groups
         capacity = shape.start + tokens + spare
-        layer = attention_layer(case.kv_heads, case.width, case.value_width, dtype, case.with_sinks)
-        runtime = AttentionRuntime(provider(), case.limit, case.units)
+        other = BIASED_ATTENTION_MIXER if case.bias else ATTENTION_MIXER
+        mixer = SINK_ATTENTION_MIXER if case.with_sinks else other
+        layer = attention_layer(case.kv_heads, case.width, case.value_width, dtype, mixer)
+        runtime = AttentionRuntime(provider(), case.limit, case.units, "bias" if case.bias else None)
         self.path = path = PathStack([layer], [runtime], capacity, torch.device("cpu"))
         key_buffer, value_buffer = path.states[0].buffers
         key_buffer.copy_(random(1, case.kv_heads, capacity, case.width, dtype=dtype, seed=1))
@@ -155,7 +158,8 @@ class Run:
             )
         )
         self.sinks = (random(heads, dtype=dtype, seed=9),) if case.with_sinks else ()
-        self.given = (self.query, self.key, self.value, *self.sinks)
+        self.bias = (random(1, heads, tokens, case.bias, dtype=dtype, seed=10),) if case.bias else ()
+        self.given = (self.query, self.key, self.value, *self.sinks, *self.bias)
         self.scoring = case.scale, case.softcap
         change(self)
         path.chunk = shape
@@ -174,16 +178,23 @@ class Run:
         return self.path.runtimes[0]._operands(inputs)
 
     def oracle(self):
-        """Return output, log-sum-exp, gradients of query, keys and values `[.., start + c, ..]`, and of sinks."""
+        """Return output, log-sum-exp, gradients of query, keys and values `[.., start + c, ..]`, of sinks and bias."""
         case, start = self.case, self.case.shape.start
         own = [tensor.double() for tensor in (self.query, self.key, self.value)]
         prefix = [buffer[:, :, :start].double() for buffer in self.before]
         query, key, value = own[0], *(torch.cat(both, 2) for both in zip(prefix, own[1:], strict=True))
-        leaves = [tensor.double().requires_grad_() for tensor in (query, key, value, *self.sinks)]
+        leaves = [tensor.double().requires_grad_() for tensor in (query, key, value, *self.sinks, *self.bias)]
         key, value = (tensor.repeat_interleave(case.groups, 1) for tensor in leaves[1:3])
         scores = leaves[0] @ key.mT * case.scale
         if case.softcap:
             scores = (scores / case.softcap).tanh() * case.softcap
+        if case.bias:
+            depths = [
+                *range(start),
+                *(one.depth + n for one in case.shape.segments for n in range(one.last - one.first)),
+            ]
+            apart = (torch.tensor(depths[start:])[:, None] - torch.tensor(depths)).clamp(0, case.bias - 1)
+            scores = scores + leaves[-1].gather(-1, apart.expand(1, scores.shape[1], -1, -1))
         scores = scores.masked_fill(~ancestry(case), float("-inf"))
         if self.sinks:
             scores = torch.cat([scores, leaves[3][None, :, None, None].expand(*scores.shape[:-1], 1)], -1)

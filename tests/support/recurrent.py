@@ -100,6 +100,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("Mamba2Config", {**MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 16}),
     "mamba": ("MambaConfig", {**MAMBA, "time_step_rank": 4}),
     "falcon_mamba": ("FalconMambaConfig", {**MAMBA, "time_step_rank": 4}),
+    "recurrent_gemma": (
+        "RecurrentGemmaConfig",
+        {**ATTENTION, "block_types": ["recurrent", "attention", "recurrent"]}
+        | {"lru_width": 32, "head_dim": 8, "attention_window_size": 6},
+    ),
+    "inkling_experts": (
+        "InklingTextConfig",
+        {**ATTENTION, **EXPERTS, "layer_types": ["hybrid_sliding", "hybrid", "hybrid"], "head_dim": 8}
+        | {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "sliding_window_size": 6}
+        | {"d_rel": 3, "rel_extent": 9, "n_routed_experts": 4, "n_shared_experts": 1}
+        | {"mlp_layer_types": ["dense", "sparse", "dense"]},
+    ),
     "jamba": (
         "JambaConfig",
         {

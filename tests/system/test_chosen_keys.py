@@ -60,6 +60,7 @@ SCORES: dict[str, Scores] = {
     "no weights": lambda q, k, w: products(q, k).relu().sum(1),
     "one head": lambda q, k, w: (q[:, :, 0] @ k[:, :, 0].mT).relu() * w[..., :1],
     # Other functions, which are refused:
+    "of keys alone": lambda q, k, w: k.sum((2, 3)).exp()[:, None].expand(-1, k.shape[1], -1),
     "softmax": lambda q, k, w: (products(q, k).softmax(-1) * w.mT[..., None]).sum(1),
     "relu of the sum": lambda q, k, w: deepseek(q, k, w).relu(),
     "relu of the weighed": lambda q, k, w: (products(q, k).relu() * w.mT[..., None]).relu().sum(1),
@@ -93,6 +94,9 @@ MASKS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     # Others, which are refused:
     "and its own key": lambda s, m: m & (chosen(s) | torch.eye(s.shape[1], dtype=torch.bool)),
     "the smallest": lambda s, m: m & chosen(s, largest=False),
+    "blocks of keys": lambda s, m: (
+        m & chosen(s.unflatten(-1, (-1, 1)).amax(-1)[..., ::2]).repeat_interleave(2, -1)[..., : s.shape[1]]
+    ),
     "queries of a key": lambda s, m: m & torch.zeros_like(m).scatter(-1, choose(s, dim=1), True),
     "keys for queries": lambda s, m: m & chosen(s, dim=1),
 }
@@ -290,6 +294,7 @@ def test_a_key_that_is_not_read():
     ("model", "reason"),
     [
         ({"scores": "softmax"}, "no weighted sum of relu"),
+        ({"scores": "of keys alone"}, "equal tokens have equal ones"),
         ({"scores": "relu of the sum"}, "a relu of scores that are weighed"),
         ({"scores": "relu of the weighed"}, "a relu of scores that are weighed"),
         ({"scores": "relu after the weights"}, "a relu of scores that are weighed"),
@@ -306,6 +311,7 @@ def test_a_key_that_is_not_read():
         ({"scores": "a choice for each head", "heads": HEADS}, "a choice for each head"),
         ({"scores": "groups of heads"}, "index keys that several heads share"),
         ({"mask": "and its own key"}, "keys besides those chosen"),
+        ({"mask": "blocks of keys"}, "the scores of blocks"),
         ({"mask": "the smallest"}, "the model chooses keys"),
         ({"mask": "queries of a key"}, "the model chooses keys"),
         ({"mask": "keys for queries"}, "the model chooses keys"),

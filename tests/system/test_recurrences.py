@@ -66,8 +66,16 @@ def scan(value, step, matrix, entry, reading):
     return _steps(value.shape[1], value.new_zeros(len(value), *matrix.shape), one)
 
 
+def recurrence(value, factor):
+    def one(t, state):
+        state = factor[:, t] * state + value[:, t]
+        return state, state
+
+    return _steps(value.shape[1], torch.zeros_like(value[:, 0]), one)
+
+
 class Mixer(nn.Module):
-    """Pre-norm, a recurrence of a kind ("c", "d", "l" or "s"), a gate, an output projection; `plain`: by loops."""
+    """Pre-norm, a recurrence of a kind ("c", "d", "l", "r" or "s"), a gate, an output projection; `plain`: by loops."""
 
     def __init__(self, kind, width=4):
         super().__init__()
@@ -76,6 +84,8 @@ class Mixer(nn.Module):
         self.value, self.out = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
         if kind == "c":
             self.weight = nn.Parameter(torch.randn(WIDTH, width))
+        elif kind == "r":
+            self.step = nn.Linear(WIDTH, WIDTH)
         elif kind == "s":
             self.entry, self.reading = (nn.Linear(WIDTH, STATES, bias=False) for _ in range(2))
             self.step, self.matrix = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.rand(WIDTH, STATES))
@@ -98,6 +108,9 @@ class Mixer(nn.Module):
         if self.kind == "s":
             operands = value, F.softplus(self.step(y)), -self.matrix.exp(), self.entry(y), self.reading(y)
             return scan(*operands) if self.plain else OPS.selective_scan(*operands, segments)
+        if self.kind == "r":
+            operands = value, torch.tanh(self.step(y)).relu()  # zero, as where states are reset, and at most one
+            return recurrence(*operands) if self.plain else OPS.linear_recurrence(*operands, segments)
         query, key = (linear(y).unflatten(-1, (GROUPS, KEYS)) for linear in (self.query, self.key))
         key, value = F.normalize(key, dim=-1), value.unflatten(-1, (HEADS, -1))
         decay = -F.softplus(self.decay(y))
@@ -203,8 +216,8 @@ class Compiled:
         return self.check_plan(case, chosen, "transparent")
 
 
-QUICK_KINDS = ("cdals",)
-SLOW_KINDS = ("c", "d", "l", "s", "ca", "dcs", "aslac")
+QUICK_KINDS = ("cdalsr",)
+SLOW_KINDS = ("c", "d", "l", "r", "s", "ca", "dcs", "aslac")
 
 
 @pytest.fixture(

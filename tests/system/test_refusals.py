@@ -200,7 +200,7 @@ def clipped_gradient(block, x, q, k, v):
         (every_second, "hides earlier tokens in another way than padding, a sliding window or chunks"),
         (prefix_lm, "lets tokens attend to later ones"),
         (convolution, "it convolves along the token axis"),
-        (cumulative_sum, "a recurrence over tokens runs over the tree if it calls dta_compile.linear_attention"),
+        (cumulative_sum, "a recurrence over tokens runs over the tree if it calls dta_compile.linear_recurrence"),
         (batch_norm, "batch norm takes its statistics of all tokens"),
         (scale_of_the_tensor, "a largest entry over all tokens, such as the scale of a tensor in float8"),
         (mean_pool, "it sums along the token axis"),

@@ -284,6 +284,118 @@ def test_biases_by_distance():
     assert_equals_eager(WrittenLM(*ways), shared_ids(5, 9))
 
 
+def steps(tokens):
+    index = torch.arange(tokens)
+    return index[:, None] - index
+
+
+def gathered(model, q, index):
+    """Biases by head, query, and entry of `index [S, S]`."""
+    return (q * model.scale[:, None, None]).gather(-1, index.expand(*q.shape[:2], -1, -1))
+
+
+def by_profile(model, q, k, v, pairs):  # Inkling
+    q, k, v = by_heads(q, k, v)
+    distance, extent = steps(q.shape[2]), q.shape[-1]
+    bias = gathered(model, q, distance.clamp(0, extent - 1)).masked_fill((distance < 0) | (distance >= extent), 0.0)
+    tau = 1 + 0.1 * torch.arange(1, q.shape[2] + 1, dtype=q.dtype).log().view(-1, 1)
+    return (causal(q @ k.mT * 0.5 + bias * tau) @ v).transpose(1, 2)
+
+
+def by_profile_in_a_mask(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    distance = steps(q.shape[2])
+    bias = gathered(model, q, distance.abs().clamp(max=q.shape[-1] - 1))
+    window = (distance >= 0) & (distance < 6)
+    bias = torch.where(window, torch.where(distance < 2, bias, 0.0), torch.finfo(q.dtype).min)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
+
+
+def by_profile_of_relative_positions(model, q, k, v, pairs):  # clipped, as Shaw et al. have it
+    q, k, v = by_heads(q, k, v)
+    last = (q.shape[-1] - 1) // 2
+    bias = gathered(model, q, (-steps(q.shape[2])).clamp(-last, last) + last)
+    slopes = 0.1 * torch.arange(HEADS, dtype=q.dtype).view(-1, 1, 1) * steps(q.shape[2])
+    return (causal(q @ k.mT + 0.5 * bias - slopes) @ v).transpose(1, 2)
+
+
+def test_learned_biases_by_query_and_distance():
+    ways = by_profile, by_profile_in_a_mask, by_profile_of_relative_positions
+    compiled = assert_equals_eager(WrittenLM(*ways), shared_ids(5, 9))
+    assert "attention with a bias by distance" in str(dta_compile.explain(compiled, shared_ids(5, 9)))
+
+
+def of_the_key(model, q, k, distance):
+    return gathered(model, k, distance.clamp(0, 2)).mT
+
+
+def of_the_squared_distance(model, q, k, distance):
+    return gathered(model, q, (distance * distance).clamp(0, 2))
+
+
+def of_the_number_of_the_key(model, q, k, distance):
+    return gathered(model, q, torch.arange(len(distance)).clamp(max=2)[None].expand(len(distance), -1))
+
+
+def of_every_second_distance(model, q, k, distance):
+    return gathered(model, q, (2 * distance).clamp(0, 2))
+
+
+def zero_at_one_distance(model, q, k, distance):
+    return gathered(model, q, distance.clamp(0, 2)).masked_fill(distance == 1, 0.0)
+
+
+def another_number_from_some_distance_on(model, q, k, distance):
+    return gathered(model, q, distance.clamp(0, 2)).masked_fill(distance > 1, 0.5)
+
+
+def zero_by_the_number_of_the_query(model, q, k, distance):
+    return gathered(model, q, distance.clamp(0, 2)).masked_fill(torch.arange(len(distance))[:, None] < distance, 0.0)
+
+
+def times_a_factor_of_the_key(model, q, k, distance):
+    return gathered(model, q, distance.clamp(0, 2)) * k.sum(-1)[:, :, None]
+
+
+def two_of_them(model, q, k, distance):
+    return gathered(model, q, distance.clamp(0, 2)) + gathered(model, q * 2, distance.clamp(0, 1))
+
+
+NEARLY = (
+    *(of_the_key, of_the_squared_distance, of_the_number_of_the_key, of_every_second_distance, zero_at_one_distance),
+    *(another_number_from_some_distance_on, zero_by_the_number_of_the_query, times_a_factor_of_the_key, two_of_them),
+)
+
+
+@pytest.mark.parametrize("bias", NEARLY)
+def test_other_learned_biases_are_refused(bias):
+    def way(model, q, k, v, pairs):
+        q, k, v = by_heads(q, k, v)
+        return (causal(q @ k.mT + bias(model, q, k, steps(q.shape[2]))) @ v).transpose(1, 2)
+
+    torch._dynamo.reset()
+    with pytest.raises(RefusalError, match=r"a bias computed from parameters|several learned biases") as error:
+        torch.compile(WrittenLM(way), backend="dta", options=OPTIONS)(shared_ids(5, 9))
+    assert "bias" in error.value.hint or "softmax" in error.value.what
+
+
+@pytest.mark.parametrize("beside", ["sinks", "a soft cap", "a small filler"])
+def test_what_a_learned_bias_by_distance_cannot_be_beside(beside):
+    def way(model, q, k, v, pairs):
+        q, k, v = by_heads(q, k, v)
+        scores = q @ k.mT if beside != "a soft cap" else 5 * (q @ k.mT).tanh()
+        scores = scores + gathered(model, q, steps(q.shape[2]).clamp(0, 2))
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -1e4 if beside == "a small filler" else -torch.inf)
+        if beside == "sinks":
+            scores = torch.cat([scores, model.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+        return (scores.softmax(-1)[..., : q.shape[2]] @ v).transpose(1, 2)
+
+    torch._dynamo.reset()
+    with pytest.raises(RefusalError):
+        torch.compile(WrittenLM(way), backend="dta", options=OPTIONS)(shared_ids(5, 9))
+
+
 def in_8_bits(index):
     index = torch.arange(len(index), dtype=torch.uint8)
     return 0.5 * (index - index[:, None]).double()

@@ -69,6 +69,22 @@ def linear_attention(
     return out
 
 
+def linear_recurrence(
+    value: torch.Tensor, factor: torch.Tensor, *, segments: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute a diagonal linear recurrence (RG-LRU, arXiv 2402.19427; minGRU, 2410.01201), of the shape of value.
+
+    `h = factor * h + value`, entry by entry, and the output is every `h`.
+
+    Args:
+        value: `[B, S, ...]`.
+        factor: broadcast to the shape of value.
+    """
+    factor = factor.expand_as(value).flatten(2)
+    out: torch.Tensor = torch.ops.dta.linear_recurrence(value.flatten(2), factor, segments)
+    return out.view_as(value)
+
+
 def selective_scan(
     value: torch.Tensor,
     step: torch.Tensor,

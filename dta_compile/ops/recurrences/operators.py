@@ -5,11 +5,13 @@
     gated_delta_rule    S = exp(decay) S;  u = beta (value - key^T S);  S = S + key u^T;  out = scale query^T S
     linear_attention    S = exp(decay) S;  S = S + key value^T;  out = scale query^T S
     selective_scan      h = exp(step A) h + (step value) B^T;  out = h C
+    linear_recurrence   h = factor h + value;  out = h                                            (channel by channel)
 
 Shapes with H heads, of which H // G consecutive ones share queries and keys: query and key `[B, S, G, K]`, value
 `[B, S, H, V]`, log decay `[B, S, H]` or by channel `[B, S, H, K]` (at most zero), beta `[B, S, H]`. Shapes with D
-channels: value and step `[B, S, D]`, weight `[D, k]`, A `[D, N]` (negative), B and C `[B, S, N]`. The result has the
-shape of value. States: the last `k - 1` inputs of a convolution `[k - 1, D]`, S `[H, K, V]`, h `[D, N]`.
+channels: value, step and factor `[B, S, D]`, weight `[D, k]`, A `[D, N]` (negative), B and C `[B, S, N]`. The result
+has the shape of value. States: the last `k - 1` inputs of a convolution `[k - 1, D]`, S `[H, K, V]`, h `[D, N]` or
+`[D]`.
 
 Sources: "Gated Delta Networks" (arXiv 2412.06464), "Kimi Linear" (2510.26692), "Mamba-2" (2405.21060), "Mamba"
 (2312.00752).
@@ -27,7 +29,13 @@ from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.library import LIBRARY
 from dta_compile.ops.mixer import BATCH, TOKENS, Mixer, Operand, register_mixer
 from dta_compile.ops.products import are_bounded
-from dta_compile.ops.recurrences import linear_attention, selective_scan, short_convolution, token_shift
+from dta_compile.ops.recurrences import (
+    linear_attention,
+    linear_recurrence,
+    selective_scan,
+    short_convolution,
+    token_shift,
+)
 from dta_compile.ops.recurrences.blocks import Blocks, Runs, choose_size
 from dta_compile.ops.recurrences.short_convolution import Ancestors
 
@@ -202,6 +210,11 @@ def _scan_state(operands: Sequence[torch.Tensor]) -> tuple[Sequence[int], torch.
     return tuple(matrix.shape), statistics_dtype(value.dtype)
 
 
+def _recurrence_state(operands: Sequence[torch.Tensor]) -> tuple[Sequence[int], torch.dtype]:
+    value, _ = operands
+    return value.shape[-1:], statistics_dtype(value.dtype)
+
+
 _QUERY_KEY_VALUE = (Operand("query", "queries"), Operand("key", "keys"), Operand("value", "values"))
 _DECAY = Operand("decay", "decays")
 _HEADS = (BATCH, TOKENS, "heads", "head_dim")
@@ -243,6 +256,10 @@ def _of_scan(operands: Tensors, numbers: tuple[float, ...], runs: Runs, grads: T
     return *operands, _blocks(runs, 16)
 
 
+def _of_recurrence(operands: Tensors, numbers: tuple[float, ...], runs: Runs, grads: Tensors) -> tuple[Any, ...]:
+    return *operands, _blocks(runs, 64)
+
+
 def _of_convolution(operands: Tensors, numbers: tuple[float, ...], runs: Runs, grads: Tensors) -> tuple[Any, ...]:
     width = operands[1].shape[1]
 
@@ -272,6 +289,11 @@ def _scan_scratch(operands: Sequence[torch.Tensor]) -> tuple[float, float]:
 def _convolution_scratch(operands: Sequence[torch.Tensor]) -> tuple[float, float]:
     channels = operands[0].shape[-1] * _itemsize(operands[0])
     return 2.0 * channels, 4.0 * channels
+
+
+def _recurrence_scratch(operands: Sequence[torch.Tensor]) -> tuple[float, float]:
+    channels = operands[0].shape[-1] * _itemsize(operands[0])
+    return 3.0 * channels, 6.0 * channels
 
 
 def _itemsize(value: torch.Tensor) -> int:
@@ -320,8 +342,26 @@ SELECTIVE_SCAN = Recurrence(
     silent=(0, 3),
     scratch=_scan_scratch,
 )
+LINEAR_RECURRENCE = Recurrence(
+    name="linear_recurrence",
+    operands=(Operand("value", "values"), Operand("factor", "factors")),
+    like=0,
+    state=_recurrence_state,
+    kernel=linear_recurrence,
+    arguments=_of_recurrence,
+    dims=_CHANNELS,
+    silent=(0,),
+    scratch=_recurrence_scratch,
+)
 
 RECURRENCES: dict[Mixer, Recurrence] = {}
-for _recurrence in (SHORT_CONVOLUTION, TOKEN_SHIFT, GATED_DELTA_RULE, LINEAR_ATTENTION, SELECTIVE_SCAN):
+for _recurrence in (
+    SHORT_CONVOLUTION,
+    TOKEN_SHIFT,
+    GATED_DELTA_RULE,
+    LINEAR_ATTENTION,
+    SELECTIVE_SCAN,
+    LINEAR_RECURRENCE,
+):
     _define(_recurrence)
     RECURRENCES[register_mixer(_recurrence.mixer)] = _recurrence

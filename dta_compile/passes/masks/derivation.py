@@ -71,8 +71,13 @@ def _learned_refusal(mask: fx.Node, learned: set[fx.Node]) -> RefusalError:
     choosing = [node for node in learned if "topk" in str(node.target)]
     if mask.meta["val"].dtype is not torch.bool and not choosing:
         got = "a bias computed from parameters"
-        return refusal(where(mask), got, "add no learned bias to the attention scores")
+        hint = (
+            "add no learned bias to the attention scores, or one by query and distance, which is gathered from a tensor"
+        )
+        return refusal(where(mask), got, f"{hint} [B, H, S, n] by (query - key).clamp(0, n - 1)")
     reason = next((reason for node in choosing if (reason := node.meta.get("unrecognised_choice"))), None)
+    if any(sizes(node.args[0])[-1] != sizes(mask)[-1] for node in choosing):
+        reason = "the scores of blocks or of other tokens, not of each key"
     got = "a learned sparse mask: the model chooses keys" + (f" by {reason}" if reason else "")
     hint = "choose keys by topk of a weighted sum of relu(query @ key) over heads, masked like the attention; or use a"
     return refusal(where(mask), got, f"{hint} causal mask")

@@ -190,9 +190,11 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
         )
     elif name.startswith(("aten.select.", "aten.cumsum.", "aten.cumprod.", "aten.logcumsumexp.")):
         hint = (
-            "a recurrence over tokens runs over the tree if it calls dta_compile.linear_attention, gated_delta_rule,"
-            " selective_scan or short_convolution in place of a loop or a cumulative sum"
+            "a recurrence over tokens runs over the tree if it calls dta_compile.linear_recurrence, linear_attention,"
+            " gated_delta_rule, selective_scan or short_convolution in place of a loop or a cumulative sum"
         )
+    elif name.startswith("aten.split"):
+        hint = "streams one after the other along the token axis (ProphetNet's n-grams) belong on an axis of their own"
     elif name.startswith(("aten.max.", "aten.amax.", "aten.aminmax.")):
         hint = (
             "a largest entry over all tokens, such as the scale of a tensor in float8 or int8 training, changes with"
@@ -258,7 +260,9 @@ class _Masks:
                 self._derived[masking.mask] = self.programs.of(masking.mask)
             mask, choice = self._derived[masking.mask]
             if choice is not None and MIXERS[node.target] not in OVER_CHOSEN:
-                raise refusal(where(node), "a choice of keys among those that were chosen", "choose keys once a layer")
+                again = MIXERS[node.target] is CHOICE_MIXER
+                got = "among those that were chosen" if again else "for scores with a learned bias by distance"
+                raise refusal(where(node), f"a choice of keys {got}", "choose keys once a layer, without a bias")
             return mask, choice
         return self.declared(node, masking.segments, masking.window) if is_declared else None, None
 

@@ -15,7 +15,7 @@ from dta_compile.errors import RuntimeContractError
 from dta_compile.ops.chosen_keys import NONE, are_chosen, index_scores, padded_to
 from dta_compile.ops.dense_attention import MOST_PAIRS
 from dta_compile.runtime.attention.interface import Operands
-from dta_compile.runtime.attention.reference import Reference, keys_above
+from dta_compile.runtime.attention.reference import Reference, depths_of, keys_above
 from dta_compile.runtime.path.chunk_shape import Limit
 from dta_compile.runtime.path.interface import LayerInputs, Tensors
 
@@ -48,7 +48,7 @@ class ChoiceRuntime:
         """Return the depths of the keys chosen for each query, `[1, 1, c, count]`."""
         (query, weights, key), (above,), (scale, count) = x.operands, x.above, x.constants
         table, keys = x.table(), torch.cat([above, key], 2)
-        depths = torch.cat([torch.arange(above.shape[2], device=key.device), table.depths.long()])
+        depths = depths_of(table, above.shape[2])
         parts = []
         for queries in blocks(query.shape[1], query.shape[2], keys.shape[2]):
             may_read = keys_above(table, above.shape[2], self.limit, queries)
@@ -84,18 +84,19 @@ class ChoiceRuntime:
             )
 
 
-class ChosenKeys(Reference):
-    """Attention provider for queries that read chosen keys alone."""
+class Blockwise(Reference):
+    """Attention provider for operands that kernels do not take: a choice of keys, or a bias by distance."""
 
     replayable = False
 
     def _blocks(self, x: Operands) -> Iterator[tuple[slice, torch.Tensor]]:
-        assert x.choice is not None
         table, prefix, tokens = x.table(), x.prefix_key.shape[2], x.key.shape[2]
-        depths = torch.cat([torch.arange(prefix, device=x.key.device), table.depths.long()])
         for queries in blocks(x.query.shape[1], tokens, prefix + tokens):
-            chosen = are_chosen(x.choice[0, 0, queries], x.chunk.height).index_select(1, depths)
-            yield queries, keys_above(table, prefix, x.limit, queries) & chosen
+            read = keys_above(table, prefix, x.limit, queries)
+            if x.choice is not None:
+                chosen = are_chosen(x.choice[0, 0, queries], x.chunk.height)
+                read = read & chosen.index_select(1, depths_of(table, prefix))
+            yield queries, read
 
 
 def blocks(heads: int, queries: int, keys: int) -> Iterator[slice]:

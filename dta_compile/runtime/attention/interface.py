@@ -13,7 +13,7 @@ import torch
 
 from dta_compile.runtime.path.chunk_shape import ChunkShape, ChunkTable, Limit
 
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Tensors = tuple[torch.Tensor, ...]
 
 
 class Operands(NamedTuple):
@@ -35,6 +35,7 @@ class Operands(NamedTuple):
     softcap: float = 0.0  # 0: none; else scaled scores `s` become `softcap * tanh(s / softcap)`
     units: bool = False  # whether a token also reads later ones of its unit, see `ChunkShape.units`
     choice: torch.Tensor | None = None  # `[1, 1, c, count]`: depths of the keys chosen for each query; None: all
+    bias: torch.Tensor | None = None  # `[1, Hq, c, n]`: added to scores by distance, see `ops.attention`
 
     def with_dense_rows(self) -> Operands:
         """Make the features of query, key and value contiguous, as kernels assume."""
@@ -65,7 +66,7 @@ class Provider(Protocol):
         prefix_key_grad: torch.Tensor,
         prefix_value_grad: torch.Tensor,
     ) -> Tensors:
-        """Return the gradients of query, key and value as new tensors; add those of the prefix to `prefix_*_grad`.
+        """Return gradients of query, key, value and bias as new tensors; add those of the prefix to `prefix_*_grad`.
 
         `out` and `logsumexp` may cover more keys than the operands; gradients are those of the operands alone.
         """

@@ -25,13 +25,13 @@ class AttentionRuntime:
     Attributes:
         limit: attention span; None: a token attends to all above it.
         units: whether a token also attends to later ones of its unit.
-        has_choice: whether the last operand is a choice of keys.
+        further: name among `Operands` of the last operand, which is no sinks.
     """
 
     provider: Provider
     limit: Limit | None = None
     units: bool = False
-    has_choice: bool = False
+    further: str | None = None
 
     @property
     def replayable(self) -> bool:
@@ -53,7 +53,7 @@ class AttentionRuntime:
         return by_tokens(out), logsumexp
 
     def backward(self, grad: torch.Tensor, results: Tensors, x: LayerInputs, above_grads: Tensors) -> Tensors:
-        """Return gradients of query, key and value, in the layout of `by_tokens`, and of sinks `[Hq]` if there are any.
+        """Return gradients of query, key, value and bias, in the layout of `by_tokens`, and of sinks `[Hq]`.
 
         Gradients of any subset of keys are exact given output and log-sum-exp over all keys, sinks included. A sink has
         the weight `exp(sink - log-sum-exp)` and the value zero.
@@ -67,13 +67,13 @@ class AttentionRuntime:
         return grads
 
     def _sinks(self, x: LayerInputs) -> Tensors:
-        return x.operands[3:-1] if self.has_choice else x.operands[3:]
+        return x.operands[3:-1] if self.further else x.operands[3:]
 
     def _operands(self, x: LayerInputs) -> Operands:
         (query, key, value), (prefix_key, prefix_value), (scale, softcap) = x.operands[:3], x.above, x.constants
-        choice = x.operands[-1] if self.has_choice else None
-        limits = self.limit, softcap, self.units, choice
-        return Operands(query, key, value, prefix_key, prefix_value, x.chunk, x.table, scale, *limits)
+        further = (x.operands[-1] if self.further == name else None for name in ("choice", "bias"))
+        limits = self.limit, softcap, self.units
+        return Operands(query, key, value, prefix_key, prefix_value, x.chunk, x.table, scale, *limits, *further)
 
 
 def provider_of(layer: AttentionLayer, device: torch.device, choice: str) -> Provider:

@@ -25,7 +25,7 @@ class Reference:
         key, value = (self._wide(x, *both) for both in ((x.prefix_key, x.key), (x.prefix_value, x.value)))
         outs, logsumexps = [], []
         for queries, read in self._blocks(x):
-            scores, _ = self._scores(x, x.query[:, :, queries], key, read)
+            scores, _ = self._scores(x, queries, key, read)
             logsumexps.append(scores.logsumexp(-1))
             outs.append(product_of_read(weights_of(scores, logsumexps[-1]), value, read).to(x.query.dtype))
         return torch.cat(outs, 2), torch.cat(logsumexps, 2)
@@ -42,18 +42,23 @@ class Reference:
         """See `Provider.backward`."""
         key, value = (self._wide(x, *both) for both in ((x.prefix_key, x.key), (x.prefix_value, x.value)))
         prefix, grads, of_key, of_value = x.prefix_key.shape[2], [], torch.zeros_like(key), torch.zeros_like(value)
+        of_bias: list[torch.Tensor] = []
         for queries, read in self._blocks(x):
             query, own_grad, own_out = (t[:, :, queries].to(value.dtype) for t in (x.query, grad, out))
-            scores, slope = self._scores(x, query, key, read)
+            scores, slope = self._scores(x, queries, key, read)
             lse = logsumexp[:, :, queries]
-            of_query, *others = grads_of_read(own_grad, own_out, query, key, value, scores, lse, slope, read)
+            of_query, *others, of_scores = grads_of_read(own_grad, own_out, query, key, value, scores, lse, slope, read)
             grads.append(of_query.to(x.query.dtype))
             of_key += others[0]
             of_value += others[1]
+            if x.bias is not None:
+                own = torch.zeros_like(x.bias[:, :, queries], dtype=of_scores.dtype)
+                of_bias.append(own.scatter_add_(-1, _steps(x, queries, prefix), of_scores).to(x.bias.dtype))
         of_key, of_value = (sum_groups(one, self._groups(x)) for one in (of_key, of_value))
         prefix_key_grad += of_key[:, :, :prefix]
         prefix_value_grad += of_value[:, :, :prefix]
-        return torch.cat(grads, 2), of_key[:, :, prefix:], of_value[:, :, prefix:]
+        biases = [torch.cat(of_bias, 2)] if of_bias else []
+        return torch.cat(grads, 2), of_key[:, :, prefix:], of_value[:, :, prefix:], *biases
 
     def _groups(self, x: Operands) -> int:
         return x.query.shape[1] // x.key.shape[1]
@@ -64,10 +69,14 @@ class Reference:
         yield every, keys_above(x.table(), x.prefix_key.shape[2], x.limit, every, x.units)
 
     def _scores(
-        self, x: Operands, query: torch.Tensor, key: torch.Tensor, read: torch.Tensor
+        self, x: Operands, queries: slice, key: torch.Tensor, read: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | float]:
         """Return scores, and their derivative by the query-key products."""
-        scores, slope = capped(query.to(key.dtype) @ key.mT, x.scale, x.softcap)
+        scores, slope = capped(x.query[:, :, queries].to(key.dtype) @ key.mT, x.scale, x.softcap)
+        if x.bias is not None:
+            scores = scores + x.bias[:, :, queries].to(scores.dtype).gather(
+                -1, _steps(x, queries, x.prefix_key.shape[2])
+            )
         return scores.masked_fill(~read, float("-inf")), slope
 
     def _wide(self, x: Operands, prefix: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
@@ -75,6 +84,19 @@ class Reference:
         beyond = torch.arange(prefix.shape[2], device=own.device) >= x.table().start
         both = torch.cat([prefix.masked_fill(beyond[:, None], 0), own], 2)
         return repeat_heads(both, self._groups(x)).to(torch.promote_types(x.query.dtype, torch.float32))
+
+
+def depths_of(table: ChunkTable, prefix: int) -> torch.Tensor:
+    """Return the depths of the `p + c` keys."""
+    return torch.cat([torch.arange(prefix, device=table.depths.device), table.depths.long()])
+
+
+def _steps(x: Operands, queries: slice, prefix: int) -> torch.Tensor:
+    """Return the entries of the bias of some queries that hold for the `p + c` keys, `[1, Hq, queries, p + c]`."""
+    assert x.bias is not None
+    table, (heads, last) = x.table(), (x.bias.shape[1], x.bias.shape[3] - 1)
+    steps = table.depths[queries, None] - depths_of(table, prefix)
+    return steps.clamp_(0, last).expand(1, heads, -1, -1)
 
 
 def keys_above(
@@ -110,14 +132,18 @@ def grads_of_read(
     slope: torch.Tensor | float,
     read: torch.Tensor,
 ) -> Tensors:
-    """Return gradients of queries, keys and values over the pairs `read [q, k]`; `scores [..., q, k]` are masked."""
+    """Return gradients of queries, keys, values and scores over the pairs `read [q, k]`.
+
+    `scores [..., q, k]` are masked.
+    """
     weights = weights_of(scores, logsumexp)
-    grad_scores = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * slope
-    grad_scores = grad_scores.masked_fill_(~read, 0)
+    of_scores = (weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True))).masked_fill_(~read, 0)
+    of_products = (of_scores * slope).masked_fill_(~read, 0)
     return (
-        product_of_read(grad_scores, key, read),
-        product_of_read(grad_scores.mT, query, read.mT),
+        product_of_read(of_products, key, read),
+        product_of_read(of_products.mT, query, read.mT),
         product_of_read(weights.mT, grad, read.mT),
+        of_scores,
     )
 
 

@@ -12,11 +12,11 @@ import torch
 from dta_compile.errors import RefusalError
 from dta_compile.executable.executable import Executable
 from dta_compile.executable.layers import AttentionLayer, MixerLayer
-from dta_compile.ops.attention import OVER_CHOSEN
+from dta_compile.ops.attention import BIASED_ATTENTION_MIXER, OVER_CHOSEN
 from dta_compile.ops.chosen_keys import CHOICE_MIXER
 from dta_compile.ops.recurrences.operators import RECURRENCES
 from dta_compile.proofs.mask_class import CERTAIN
-from dta_compile.runtime.attention.chosen_keys import ChoiceRuntime, ChosenKeys
+from dta_compile.runtime.attention.chosen_keys import Blockwise, ChoiceRuntime
 from dta_compile.runtime.attention.interface import Provider
 from dta_compile.runtime.attention.layer import AttentionRuntime, provider_of
 from dta_compile.runtime.calls.masks import ReadMasks
@@ -56,7 +56,18 @@ def _attention(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
 
 
 def _over_chosen(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
-    return AttentionRuntime(ChosenKeys(), context.limits[layer.index], has_choice=True)
+    return AttentionRuntime(Blockwise(), context.limits[layer.index], further="choice")
+
+
+def _biased(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
+    if layer.index in context.units:
+        raise RefusalError(
+            "tokens attend to later ones of their block with a learned bias, which is only read for earlier ones",
+            where=layer.where,
+            expected="causal attention",
+            got="a mask with blocks that attend in both directions",
+        )
+    return AttentionRuntime(Blockwise(), context.limits[layer.index], further="bias")
 
 
 def _choice(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
@@ -72,6 +83,7 @@ Make = Callable[[MixerLayer, LayerContext], AnyRuntime]
 RUNTIMES: dict[str, Make] = {  # by mixer name
     **dict.fromkeys((mixer.name for mixer in OVER_CHOSEN), _attention),
     **dict.fromkeys((mixer.name for mixer in OVER_CHOSEN.values()), _over_chosen),
+    BIASED_ATTENTION_MIXER.name: _biased,
     CHOICE_MIXER.name: _choice,
     **dict.fromkeys((mixer.name for mixer in RECURRENCES), _recurrence),
 }

@@ -14,6 +14,7 @@ import torch
 
 from dta_compile.errors import RefusalError
 from dta_compile.executable.layers import AttentionLayer, MixerLayer
+from dta_compile.ops.attention import BIASED_ATTENTION_MIXER
 
 UNDERFLOW = {torch.float64: 746.0}  # exp(-x) is zero; 104 in float32, in which half precision is summed, too
 ROUNDINGS = 4  # of scores and of their sums with the mask, in units of the last place
@@ -25,13 +26,16 @@ def require_hidden(layers: Sequence[MixerLayer], fillers: Mapping[int, float], n
     for number, (of_queries, of_keys) in zip(fillers, norms[list(fillers)].tolist(), strict=True):
         layer, filler = layers[number], fillers[number]
         assert isinstance(layer, AttentionLayer)
-        score = min(of_queries * of_keys, layer.softcap or math.inf)
+        is_bounded = layer.mixer is not BIASED_ATTENTION_MIXER
+        score = min(of_queries * of_keys, layer.softcap or math.inf) if is_bounded else math.inf
         rounding = ROUNDINGS * torch.finfo(layer.dtype).eps * (score - filler) - OF_MASK * filler
         if 2 * score + UNDERFLOW.get(layer.dtype, 104.0) + rounding >= -filler:
             raise RefusalError(
                 "attention has scores so large that the number in its mask may not hide keys",
                 where=layer.where,
                 expected=f"scores of less than about {-filler / 2:.3g}, which {filler:g} hides from each other",
-                got=f"scores of up to {score:.3g}, by the norms of queries and keys",
+                got=f"scores of up to {score:.3g}, by the norms of queries and keys"
+                if is_bounded
+                else "scores with a learned bias, which no norms bound",
                 hint="mask with float('-inf')",
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from unittest import mock
@@ -12,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dta_compile.plan import Chunk, PrefixTree, Segment, Slice, segments
-from dta_compile.runtime.attention import cpu, cpu_parts
+from dta_compile.runtime.attention import chosen_keys, cpu, cpu_parts
+from dta_compile.runtime.attention.chosen_keys import Blockwise
 from dta_compile.runtime.attention.cpu import FlashCPU
 from dta_compile.runtime.attention.reference import Reference
 from dta_compile.runtime.path.chunk_shape import ChunkShape
@@ -35,6 +37,14 @@ TINY = {
 @given(case=cases(shapes()))
 def test_chunks_attend_as_the_dense_softmax_over_the_tree(provider, case):
     Run(case, provider).check()
+
+
+@settings(max_examples=30, deadline=None)
+@given(case=cases(shapes()), extent=st.sampled_from([1, 3, 40]), pairs=st.sampled_from([1, 60, 10**6]))
+def test_biases_by_distance(case, extent, pairs):
+    case = dataclasses.replace(case, bias=extent, with_sinks=False, units=False)
+    with mock.patch.object(chosen_keys, "MOST_PAIRS", pairs):
+        Run(case, Blockwise).check()
 
 
 @settings(max_examples=150, deadline=None)

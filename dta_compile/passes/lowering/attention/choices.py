@@ -44,6 +44,10 @@ from dta_compile.passes.symbols import expression, sizes
 aten = torch.ops.aten
 
 SCATTERS = (aten.scatter.value, aten.scatter.src)
+TIES = (
+    "numbers of each key alone: equal tokens have equal ones, between which topk decides by rounding and by the length"
+    " of the row"
+)
 MOST_STEPS = 64  # operators between the product of index queries and keys and `topk`
 
 
@@ -120,6 +124,15 @@ def _scattered(arranger: Arranger, scatter: fx.Node, choice: fx.Node | None) -> 
     return call(graph, aten.where.self, chosen, written, base)
 
 
+def _are_of_keys(scores: fx.Node) -> bool:
+    """Return whether scores are masked numbers of each key alone, the same for every query (Doge)."""
+    while scores.target in MASKED_FILLS:
+        scores = scores.args[0]
+    value = Arranged.of(scores)
+    *_, queries, keys = map(leaves, value.dims)
+    return not any(map(value.has, queries)) and all(map(value.has, keys))
+
+
 class _Choice:
     """Scores `[B, S, T]` that `topk` chooses by; raises `Mismatch` if they are not understood."""
 
@@ -129,7 +142,8 @@ class _Choice:
         self.count = self._constant(_count(topk), sizes(topk.args[0])[-1])
         path = self._path_to(topk.args[0], MOST_STEPS)
         if path is None or not any(node.target is aten.relu.default for node in path):
-            raise Mismatch("scores that are no weighted sum of relu(query @ key)")
+            alone = _are_of_keys(topk.args[0])
+            raise Mismatch(TIES if alone else "scores that are no weighted sum of relu(query @ key)")
         product, *steps = path
         self.topk, self.scores, self.source = topk, Scores.of(product), product
         self.by_head: list[Dim] | None = None  # dimensions of the scores before they were summed over heads

@@ -54,6 +54,8 @@ class Distances:
         dtype: that of the scores. What is rounded to a narrower one is no multiple of a distance.
     """
 
+    FACTORS: frozenset[str] = frozenset()  # what a factor of a slope may vary with
+
     def __init__(self, graph: fx.Graph, dtype: torch.dtype) -> None:
         self.graph, self.dtype = graph, dtype
 
@@ -111,17 +113,24 @@ class Distances:
         if filler is None or not _hides(filler) or (parts := self.split(source, labels_in(source, labels))) is None:
             return None
         rest, slope = parts
-        rest = call(self.graph, aten.full_like.default, source, 0.0) if rest is None else rest
+        rest = self._zero(source) if rest is None else rest
         args = [rest if i == index else arg for i, arg in enumerate(node.args)]
         rest = self._raised(call(self.graph, node.target, *args, **node.kwargs), node)
         return self._with_slope(rest, self._raised(slope, node))
+
+    def _zero(self, like: fx.Node) -> fx.Node:
+        """Return a zero of the rank of a value, on which it does not depend."""
+        value = like.meta["val"]
+        kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+        with value.fake_mode:
+            return call(self.graph, aten.full.default, [1] * value.dim(), 0.0, **kwargs)
 
     def _slope(self, node: fx.Node, labels: Labels) -> Slope | None:
         """Return the slope of a value `slope * k + f(q)`, 0.0 if it has no keys, None if it has another form."""
         if "k" not in labels:
             return 0.0
-        if (affine := self._affine(node, labels)) is not None:
-            return float(affine[1])
+        if (own := self._own(node, labels)) is not None:
+            return own
         if self._rounds(node):
             return None
         if (moved := self._source(node, labels)) is not None:
@@ -136,9 +145,14 @@ class Distances:
             factor, by = node.args[:2]
             if node.target in PRODUCTS and not _varies(by, labels) <= _varies(factor, labels):
                 factor, by = by, factor
-            if isinstance(factor, fx.Node) and has_tensor(factor) and not _varies(by, labels):
+            if isinstance(factor, fx.Node) and has_tensor(factor) and _varies(by, labels) <= self.FACTORS:
                 return self._times(self._slope(factor, labels_in(factor, labels)), by, node)
         return None
+
+    def _own(self, node: fx.Node, labels: Labels) -> Slope | None:
+        """Return the slope of a value that is no sum or product of values with one."""
+        affine = self._affine(node, labels)
+        return None if affine is None else float(affine[1])
 
     def _times(self, slope: Slope | None, by: Any, node: fx.Node) -> Slope | None:
         """Return the slope of a product of a value with this slope and `by`, or of a quotient if the node is one."""

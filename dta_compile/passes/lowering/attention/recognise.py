@@ -28,6 +28,7 @@ from dta_compile.passes.graphs.operators import (
 )
 from dta_compile.passes.lowering.attention.distances import Distances
 from dta_compile.passes.lowering.attention.factors import MOVES, Arranger, Mismatch
+from dta_compile.passes.lowering.attention.profiles import Profiles
 from dta_compile.passes.lowering.attention.rewrite import CHANGES, Attention, Rewrite
 from dta_compile.passes.lowering.attention.scores import FLOORS
 from dta_compile.passes.lowering.attention.softmaxes import spell_softmaxes
@@ -106,12 +107,13 @@ def _merges_rows(attention: fx.Node) -> bool:
 
 
 def _is_biased(attention: fx.Node) -> bool:
-    """Return whether the mask of a call has a bias by the distance of query and key."""
+    """Return whether the mask of a call has a bias by the distance of query and key, of numbers or a learned one."""
     mask = attention.args[3]
     if mask is None or not is_float(mask) or mask.meta["val"].dim() < 2:
         return False
     labels = (*[None] * (mask.meta["val"].dim() - 2), "q", "k")
-    return Distances(attention.graph, attention.meta["val"].dtype).split(mask, labels) is not None
+    dtype = attention.meta["val"].dtype
+    return any(kind(attention.graph, dtype).split(mask, labels) is not None for kind in (Distances, Profiles))
 
 
 def _copy_stack_trace(node: fx.Node) -> None:

@@ -3,7 +3,8 @@
 Keys and values that are repeated for groups of heads are passed without the repetition. A bias by head and key alone,
 such as ALiBi in BLOOM and MPT, becomes one more feature of the keys, whose feature of the query is one. A bias by the
 distance of query and key (`distances`) becomes two features, the first ones of the dot product: `[-slope * q, slope]`
-of the query and `[1, k]` of the key, whose sum is as small as the bias and rounds like it. Nodes that only move entries
+of the query and `[1, k]` of the key, whose sum is as small as the bias and rounds like it. A learned one (`profiles`)
+becomes an operand of its own. Nodes that only move entries
 of the old result are rebuilt on the new one, so that no value merges sequences and heads.
 """
 
@@ -19,7 +20,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.ops.attention import ATTENTION_CALL, SINK_ATTENTION_CALL, Masking
+from dta_compile.ops.attention import ATTENTION_CALL, BIASED_ATTENTION_CALL, SINK_ATTENTION_CALL, Masking
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import call, may_have_gradient
 from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, DROPOUTS, MASKED_FILLS
@@ -36,6 +37,7 @@ from dta_compile.passes.lowering.attention.factors import (
     number_of,
     unify,
 )
+from dta_compile.passes.lowering.attention.profiles import Profiles
 from dta_compile.passes.lowering.attention.scores import PathTo, Scores, is_added
 from dta_compile.passes.program import ancestors, has_tensor, where
 from dta_compile.passes.symbols import sizes
@@ -218,7 +220,8 @@ class Rewrite:
     def run(self) -> None:
         """Insert the call, and replace the uses of the old result."""
         found, scores = self.attention, self.attention.scores
-        biases, slopes = [mask for mask in scores.masks if self._is_of_keys(mask)], self._slopes()
+        biases, slopes = [mask for mask in scores.masks if self._is_of_keys(mask)], self._split(Distances)
+        profiles = self._split(Profiles)
         query, scale = self._scaled_query()
         heads = found.heads if biases or slopes else found.kv_heads
         keys = self.arranger.arrange(found.keys, [found.batch, heads, [found.key], leaves(scores.depth)])
@@ -228,7 +231,9 @@ class Rewrite:
         dtype = torch.promote_types(query.meta["val"].dtype, values.meta["val"].dtype)
         operands = [cast(one, dtype) for one in (query, keys, values)]
         masking = Masking(self._mask(dtype), found.is_causal, None, 0, scale, scores.cap or 0.0)
-        if scores.sinks is None:
+        if profiles:
+            out = self.call(BIASED_ATTENTION_CALL, *operands, self._profile(profiles), *masking)
+        elif scores.sinks is None:
             out = self.call(ATTENTION_CALL, *operands, *masking)
         else:
             sinks = self._sinks(scores.sinks)
@@ -311,18 +316,19 @@ class Rewrite:
         """The parameters that values have a gradient for: none through a choice of keys, which is made of integers."""
         return ancestors(list(nodes), stop=lambda node: has_tensor(node) and not may_have_gradient(node)) & self.weights
 
-    def _slopes(self) -> list[Arranged | float]:
-        """Return the slopes of biases by the distance of query and key, and leave the rest of these in the masks.
+    def _split(self, kind: type[Distances]) -> list[Arranged | float]:
+        """Return slopes or profiles of biases by the distance of query and key, and leave the rest in the masks.
 
         With sinks there are none: a number added to all scores of a query, but not to its sink, changes the softmax.
         """
         slopes, masks = list[Arranged | float](), list[Arranged]()
-        for mask in self.attention.scores.masks:
-            labels = labels_of([leaves(dim) for dim in mask.own], self.attention.token, self.attention.key)
+        found = self.attention
+        for mask in found.scores.masks:
+            labels = labels_of([leaves(dim) for dim in mask.own], found.token, found.key)
             split = None
-            if is_added(mask) and self.attention.scores.sinks is None and {"q", "k"} <= set(labels):
-                dtype = self.attention.scores.product.meta["val"].dtype
-                split = Distances(self.arranger.graph, dtype).split(mask.base, labels)
+            if is_added(mask) and found.scores.sinks is None and {"q", "k"} <= set(labels):
+                dtype = found.scores.product.meta["val"].dtype
+                split = kind(self.arranger.graph, dtype).split(mask.base, labels)
             parts = [part for part in split or () if isinstance(part, fx.Node)]
             # What is lost has a gradient of zero in eager mode.
             if split is None or self._learned(*parts) < self._learned(mask.base):
@@ -330,9 +336,18 @@ class Rewrite:
                 continue
             rest, slope = split
             masks += [] if rest is None else [_broadcast(mask, rest)]
-            slopes.append(_broadcast(mask, slope) if isinstance(slope, fx.Node) else slope)
-        self.attention.scores.masks = masks
+            slopes.append(_broadcast(mask, slope, found.key) if isinstance(slope, fx.Node) else slope)
+        found.scores.masks = masks
         return slopes
+
+    def _profile(self, profiles: Sequence[Arranged | float]) -> fx.Node:
+        """Return the learned bias by distance, `[B, H, S, n]`."""
+        found, (profile, *others) = self.attention, profiles
+        if others or found.scores.cap is not None or not isinstance(profile, Arranged):
+            raise Mismatch("several learned biases by distance, or one of capped scores")
+        rows = {*self.rows, *found.heads}
+        distance = [leaf for dim in profile.own for leaf in leaves(dim) if leaf not in rows]
+        return self.arranger.arrange(profile, [found.batch, found.heads, [found.token], distance])
 
     def _of_distance(self, ones: fx.Node, slopes: Sequence[Arranged | float]) -> tuple[list[fx.Node], list[fx.Node]]:
         """Return the features `[-slope * q, slope]` of the query and `[1, k]` of the key; `ones` are `[B, H, S, 1]`.
@@ -450,7 +465,8 @@ class Rewrite:
         return any(part & self.rows and not part <= self.rows for part in parts)
 
 
-def _broadcast(mask: Arranged, base: fx.Node) -> Arranged:
-    """Arrange a value by the dimensions of a mask, where its size is not 1."""
+def _broadcast(mask: Arranged, base: fx.Node, key: Factor | None = None) -> Arranged:
+    """Arrange a value by the dimensions of a mask, where its size is not 1, and with another one than that of `key`."""
     own = [[] if size == 1 else dim for dim, size in zip(mask.own, sizes(base), strict=True)]
+    own = [[Factor(size)] if key in leaves(dim) else dim for dim, size in zip(own, sizes(base), strict=True)]
     return Arranged(base, own, own)

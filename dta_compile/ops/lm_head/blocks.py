@@ -127,6 +127,21 @@ def _finite(largest: torch.Tensor) -> torch.Tensor:
     return largest.masked_fill(largest.isinf(), 0)
 
 
+def linear_top(*arguments: Any) -> torch.Tensor:
+    """Implement `dta::linear_top`: the indices of the largest logits, the largest first."""
+    *operands, count, dtype = arguments
+    head = _Blocks(*operands)
+    rows = head.hidden.shape[0]
+    values, indices = head.hidden.new_empty((rows, 0), dtype=dtype), head.hidden.new_empty((rows, 0), dtype=torch.int64)
+    for block in head.blocks():
+        logits = head.logits(block, dtype)
+        top, columns = logits.topk(min(count, logits.shape[1]), 1)
+        values, indices = torch.cat([values, top], 1), torch.cat([indices, columns + block.start], 1)
+        values, order = values.topk(min(count, values.shape[1]), 1)
+        indices = indices.gather(1, order)
+    return indices
+
+
 def linear_log_prob_backward_(*arguments: Any) -> torch.Tensor:
     """Implement `dta::linear_log_prob_backward_`: accumulate weight and bias gradients, return that of hidden."""
     call = Backward.of(arguments)
@@ -191,5 +206,5 @@ def linear_log_prob_backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tenso
     return of_hidden, of_weight, of_bias
 
 
-for function in (linear_log_prob, linear_log_prob_backward, linear_log_prob_backward_):
+for function in (linear_log_prob, linear_log_prob_backward, linear_log_prob_backward_, linear_top):
     LIBRARY.impl(function.__name__, function, "CompositeExplicitAutograd")

@@ -1,4 +1,4 @@
-"""The opaque operators of a language-model head: `dta::linear_log_prob` and its backward operators.
+"""The opaque operators of a language-model head: `dta::linear_log_prob`, its backward operators, `dta::linear_top`.
 
 For logits `z = (hidden @ weight.T + bias) / temperature`, `[rows, V]`, or with a soft cap
 `z = tanh((hidden @ weight.T + bias) / temperature) / outer`, the operator returns
@@ -16,7 +16,7 @@ vocabulary block by block, and so does the backward, for which `hidden`, `labels
 saved. `log_sum`, `mean` and `total` are relative to `largest` for precision: an error in them affects all probabilities
 of a row. `hidden [rows, H]` is in the dtype of the matrix product, whose result is rounded to it like in eager mode; a
 `weight [V, H]` in another dtype is cast block by block. `temperature` and `outer` are one number or one number per row
-(`[]` or `[rows, 1]`), and get no gradient.
+(`[]` or `[rows, 1]`), and get no gradient. `dta::linear_top` returns the indices of the largest, `[rows, count]`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ LIBRARY.define(
     f"linear_log_prob_backward_({HEAD}, {GRADIENTS}, bool wants_hidden,"
     " Tensor(a!)? weight_gradient, Tensor(b!)? bias_gradient) -> Tensor"
 )
+LIBRARY.define(f"linear_top({HEAD}, int count, ScalarType dtype) -> Tensor")
 LINEAR_LOG_PROB = torch.ops.dta.linear_log_prob.default
 LINEAR_LOG_PROB_BACKWARD = torch.ops.dta.linear_log_prob_backward.default
 LINEAR_LOG_PROB_BACKWARD_ = torch.ops.dta.linear_log_prob_backward_.default
-OPERATORS = (LINEAR_LOG_PROB, LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_)
+LINEAR_TOP = torch.ops.dta.linear_top.default
+OPERATORS = (LINEAR_LOG_PROB, LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_, LINEAR_TOP)
 
 
 class Head(NamedTuple):
@@ -161,6 +163,13 @@ def _backward_in_place_fake(*arguments: Any) -> torch.Tensor:
     call = Backward.of(arguments)
     hidden: torch.Tensor = call.head.hidden
     return hidden.new_empty(hidden.shape if call.wanted.hidden else (0,))
+
+
+@torch.library.register_fake("dta::linear_top", lib=LIBRARY)
+def _top_fake(*arguments: Any) -> torch.Tensor:
+    *head, count, _ = arguments
+    hidden: torch.Tensor = Head(*head).hidden
+    return hidden.new_empty((hidden.shape[0], count), dtype=torch.int64)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

@@ -158,6 +158,8 @@ def _scratch_of_head(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
     if node.target is head_operators.LINEAR_LOG_PROB:
         (head, further, dtype), wanted = head_operators.Forward.of(node.args), None
         copies = 1 + further.mean
+    elif node.target is head_operators.LINEAR_TOP:
+        head, dtype, wanted, copies = head_operators.Head(*node.args[:6]), node.args[-1], None, 1
     else:
         call = head_operators.Backward.of(node.args)
         head, dtype, wanted = call.head, call.log_sum.meta["val"].dtype, call.wanted
@@ -172,7 +174,8 @@ def _scratch_of_head(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
     cast = Bytes(columns * width * narrow.itemsize if weight.dtype != narrow else 0)
     # A mean needs probabilities and their logarithms, a soft cap its slopes. Kernels need only the product.
     by_torch = max(copies * dtype.itemsize, dtype.itemsize + rounded)
-    logits = rows.times(columns * (narrow.itemsize if by_kernels.fits(head, dtype) else by_torch)).plus(cast)
+    has_kernel = node.target is not head_operators.LINEAR_TOP and by_kernels.fits(head, dtype)
+    logits = rows.times(columns * (narrow.itemsize if has_kernel else by_torch)).plus(cast)
     if wanted is None or narrow == wide:
         return [logits]
     # Products with the logits' gradient are rounded, then added to sums of a wider dtype.

@@ -212,6 +212,20 @@ def distilled(logits, labels):
     return (teacher.exp() * (teacher - log)).sum(-1), (student.exp() * (student - teacher)).sum(-1)
 
 
+def largest(logits, labels):
+    """Renormalised over a sampler's largest entries, hidden ones among them; the largest of all, in two spellings."""
+    hot = logits / 0.7
+    top, (best, index) = hot.topk(4, -1), hot.softmax(-1).max(-1)
+    kept = (
+        hot.log_softmax(-1)
+        .topk(4, dim=-1)
+        .values.masked_fill(torch.arange(4) > (labels % 3 + 1)[..., None], -torch.inf)
+    )
+    held = (top.indices == labels[..., None]).any(-1) | (index == labels)
+    by_token = hot.transpose(1, 2).max(1, keepdim=True).values[:, 0]
+    return gathered(hot, labels) - top.values.logsumexp(-1), kept.logsumexp(-1) * held.double(), best + by_token
+
+
 def several_labels(logits, labels):
     log = logits.log_softmax(-1)
     pairs = log.gather(-1, torch.stack([labels, (labels + 1) % VOCABULARY], -1))
@@ -225,7 +239,7 @@ SPELLINGS = [
 SEVERAL = {
     both: 2, temperature: 2, temperature_tensor: 2, temperature_of_the_token: 2, two_temperatures: 2,
     entropy_without_gradient: 2, several_labels: 4, soft_cap: 2, soft_cap_of_the_token: 2, smoothed: 3,
-    greedy_tokens: 3, distilled: 2,
+    greedy_tokens: 3, distilled: 2, largest: 3,
 }  # fmt: skip
 
 
@@ -235,6 +249,7 @@ TOGETHER = {
     "entropies": ([entropy, entropy_of_softmax, entropy_by_logsumexp, entropy_normalised, both], 1),
     "capped": ([soft_cap, soft_cap_of_the_token], 2),
     "further": ([smoothed, greedy_tokens, distilled], 1),
+    "largest": ([largest], 1),
     "scaled": ([temperature, multiplied, temperature_tensor, temperature_of_the_token, two_temperatures], 5),
 }
 
@@ -250,7 +265,7 @@ def test_spellings_side_by_side(model, name):
     outputs = sum(SEVERAL.get(spelling, 1) for spelling in spellings)
     program = compare(model, side_by_side, outputs=outputs)
     assert_no_logits(program, heads)
-    assert any(node.args[6][0] for node in heads_of(program)) == (name not in ("log-probs", "further"))
+    assert any(node.args[6][0] for node in heads_of(program)) == (name not in ("log-probs", "further", "largest"))
 
 
 ALONE = {log_softmax, two_temperatures, entropy_without_gradient}
@@ -264,7 +279,7 @@ ALONE = {log_softmax, two_temperatures, entropy_without_gradient}
 def test_spellings(model, spelling):
     program = compare(model, spelling, outputs=SEVERAL.get(spelling, 1))
     assert_no_logits(program, heads=2 if spelling is two_temperatures else 1)
-    without = {several_labels, smoothed, greedy_tokens, distilled, *SPELLINGS}
+    without = {several_labels, smoothed, greedy_tokens, distilled, largest, *SPELLINGS}
     without -= {entropy, entropy_of_softmax, entropy_by_logsumexp, entropy_normalised}
     assert any(node.args[6][0] for node in heads_of(program)) == (spelling not in without)
 
@@ -462,7 +477,7 @@ class WithTemperature(BareLM):
 
 LEFT_ALONE = {
     "smallest entry": (BareLM, lambda z, y: (log_softmax(z, y), (-z.log_softmax(-1)).argmax(-1).double())),
-    "largest logits": (BareLM, lambda z, y: (log_softmax(z, y), z.topk(2, -1).values[..., 1])),
+    "largest logits": (BareLM, lambda z, y: (log_softmax(z, y), z.sort(-1).values[..., -2])),
     "a soft cap twice": (BareLM, lambda z, y: both(((z / 30).tanh() * 30).tanh(), y)),
     "mean of probabilities": (BareLM, lambda z, y: log_softmax(z, y) - 0.1 * z.softmax(-1).mean(-1)),
     "second moment": (BareLM, lambda z, y: (z.log_softmax(-1).exp() * z.log_softmax(-1).pow(2)).sum(-1)),

@@ -212,6 +212,15 @@ def distilled(logits, labels):
     return (teacher.exp() * (teacher - log)).sum(-1), (student.exp() * (student - teacher)).sum(-1)
 
 
+def replayed(logits, labels):
+    """Renormalised over the entries that a sampler kept (top-p, top-k), as ids of which -1 is no entry."""
+    kept = (labels[..., None] + torch.arange(6)) % VOCABULARY
+    kept = torch.where(torch.arange(6) > (labels % 5)[..., None], -1, kept)
+    hot = logits / 0.7
+    among = hot.gather(-1, kept.clamp(min=0)).masked_fill(kept < 0, -torch.inf)
+    return gathered(hot, labels) - among.logsumexp(-1)
+
+
 def largest(logits, labels):
     """Renormalised over a sampler's largest entries, hidden ones among them; the largest of all, in two spellings."""
     hot = logits / 0.7
@@ -239,7 +248,7 @@ SPELLINGS = [
 SEVERAL = {
     both: 2, temperature: 2, temperature_tensor: 2, temperature_of_the_token: 2, two_temperatures: 2,
     entropy_without_gradient: 2, several_labels: 4, soft_cap: 2, soft_cap_of_the_token: 2, smoothed: 3,
-    greedy_tokens: 3, distilled: 2, largest: 3,
+    greedy_tokens: 3, distilled: 2, largest: 3, replayed: 1,
 }  # fmt: skip
 
 
@@ -249,7 +258,7 @@ TOGETHER = {
     "entropies": ([entropy, entropy_of_softmax, entropy_by_logsumexp, entropy_normalised, both], 1),
     "capped": ([soft_cap, soft_cap_of_the_token], 2),
     "further": ([smoothed, greedy_tokens, distilled], 1),
-    "largest": ([largest], 1),
+    "largest": ([largest, replayed], 1),
     "scaled": ([temperature, multiplied, temperature_tensor, temperature_of_the_token, two_temperatures], 5),
 }
 
@@ -279,7 +288,7 @@ ALONE = {log_softmax, two_temperatures, entropy_without_gradient}
 def test_spellings(model, spelling):
     program = compare(model, spelling, outputs=SEVERAL.get(spelling, 1))
     assert_no_logits(program, heads=2 if spelling is two_temperatures else 1)
-    without = {several_labels, smoothed, greedy_tokens, distilled, largest, *SPELLINGS}
+    without = {several_labels, smoothed, greedy_tokens, distilled, largest, replayed, *SPELLINGS}
     without -= {entropy, entropy_of_softmax, entropy_by_logsumexp, entropy_normalised}
     assert any(node.args[6][0] for node in heads_of(program)) == (spelling not in without)
 

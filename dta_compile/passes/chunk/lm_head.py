@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.ops.lm_head.operators import LINEAR_LOG_PROB, LINEAR_TOP, Further, Head, Results
+from dta_compile.ops.lm_head.operators import LINEAR_CROSS, LINEAR_LOG_PROB, LINEAR_TOP, Further, Head, Results
 from dta_compile.passes.chunk.chunk_graph import fake_inputs, free_sizes
 from dta_compile.passes.chunk.vocabulary import CAST, TOPS, Kind, Reading, Reduction, Scaling, Step, top_dim
 from dta_compile.passes.contracts import contract
@@ -49,8 +49,10 @@ def lm_head(program: Program) -> None:
         return
     _propagate(program)
     trained = _trained(program)
+    readings = _without_halves({linear: Reading(linear, trained).reductions for linear in layers})
+    _replace_crosses(readings)
     for linear in layers:
-        reductions = Reading(linear, trained).reductions
+        reductions = readings[linear]
         tops = [reduction for reduction in reductions if reduction.node.target in TOPS]
         for top in tops:
             _Fusion(linear, top.meaning.scaling, [top]).replace_top()
@@ -63,6 +65,48 @@ def lm_head(program: Program) -> None:
     graph.eliminate_dead_code()
     graph.lint()
     program.chunk.recompile()
+
+
+Readings = dict[fx.Node, list[Reduction]]
+# Sums over two layers as both read them: the one with probabilities, the one with log-probs alone.
+CROSSES = ((Kind.FROM, Kind.TO), (Kind.WEIGHTED_PROBS, Kind.WEIGHTED_LOG_PROBS))
+HALVES = tuple(kind for kinds in CROSSES for kind in kinds)
+Halves = dict[Kind, tuple[fx.Node, Reduction]]
+
+
+def _crosses(readings: Readings) -> dict[fx.Node, Halves]:
+    """Return the layer and the reduction of each half of sums over two layers, by the node of the sum."""
+    found: dict[fx.Node, Halves] = {}
+    for linear, reductions in readings.items():
+        for reduction in reductions:
+            if reduction.meaning.kind in HALVES:
+                found.setdefault(reduction.node, {})[reduction.meaning.kind] = linear, reduction
+    return found
+
+
+def _without_halves(readings: Readings) -> Readings:
+    """Drop the readings of layers that are in a product with what is not read itself."""
+    while True:
+        crosses = _crosses(readings)
+        lonely = {
+            linear
+            for halves in crosses.values()
+            for linear, _ in halves.values()
+            if not any(halves.keys() == set(kinds) for kinds in CROSSES)
+        }
+        if not lonely:
+            return readings
+        readings = {linear: [] if linear in lonely else found for linear, found in readings.items()}
+
+
+def _replace_crosses(readings: Readings) -> None:
+    """Replace sums of products of two layers by one operator, and drop them from the readings."""
+    for node, halves in _crosses(readings).items():
+        kinds = next(kinds for kinds in CROSSES if kinds[0] in halves)
+        first, second = (_Fusion(halves[k][0], halves[k][1].meaning.scaling, [halves[k][1]]) for k in kinds)
+        first.replace_cross(second)
+        for linear, _ in halves.values():
+            readings[linear] = [reduction for reduction in readings[linear] if reduction.node is not node]
 
 
 def _is_large(node: fx.Node) -> bool:
@@ -144,6 +188,31 @@ class _Fusion:
                 value.meta.setdefault("stack_trace", reduction.node.meta.get("stack_trace"))
                 reduction.node.replace_all_uses_with(value)
         fused.meta["stack_trace"] = self.linear.meta.get("stack_trace")
+
+    def replace_cross(self, other: _Fusion) -> None:
+        """Replace the sum of this layer's probabilities times the other's log-probs, or the ratio of both."""
+        (half,), (others,) = self.reductions, other.reductions
+        node, dtype = half.node, torch.promote_types(self.dtype, other.dtype)
+        self.dtype = other.dtype = dtype
+        with self.graph.inserting_before(node):
+            heads = [fusion._detached_head(each.meaning.detached) for fusion, each in ((self, half), (other, others))]
+            is_ratio = half.meaning.kind is Kind.FROM
+            cross = self._call(LINEAR_CROSS, *heads[0], *heads[1], is_ratio, dtype)
+            mean = self._call(
+                aten.reshape.default, self._call(operator.getitem, cross, 0), self._shape(node.meta["val"].shape)
+            )
+            factor = half.meaning.factor if is_ratio else -half.meaning.factor
+            mean = mean if factor == 1 else self._call(aten.mul.Tensor, mean, factor)
+            result = self._cast(mean, dtype, node.meta["val"].dtype)
+        cross.meta["stack_trace"] = result.meta["stack_trace"] = node.meta.get("stack_trace")
+        node.replace_all_uses_with(result)
+        self.graph.erase_node(node)
+
+    def _detached_head(self, detached: bool) -> Head:
+        head = self._head()[0]
+        return Head(
+            *(self._call(aten.detach.default, value) if detached and value is not None else value for value in head)
+        )
 
     def replace_top(self) -> None:
         """Replace `topk` or `max` by an operator for the indices and a gather, which is read as any other."""

@@ -32,6 +32,11 @@ class Kind(enum.Enum):
     PROBS = "p"
     PROBS_LOG_PROBS = "p log p"
     PROBS_LOGITS = "p z"
+    LOG_RATIO = "log p - x"  # x and w: such values of another linear layer
+    FROM = "p (log p - x)"
+    TO = "w (log p - x)"
+    WEIGHTED_PROBS = "p x"
+    WEIGHTED_LOG_PROBS = "w log p"
     LOGSUMEXP = "log sum exp z"  # the only kind without a vocabulary dimension
 
 
@@ -149,13 +154,18 @@ class Reading:
         left, right = node.args
         if left in self.meanings and right in self.meanings:
             return self._product(node)
-        return self._scaled(left, False, right) if left in self.meanings else self._scaled(right, False, left)
+        value, by = (left, right) if left in self.meanings else (right, left)
+        if isinstance(by, fx.Node) and self._sizes(by) == self._sizes(value):
+            meaning = self.meanings[value]
+            kind = WEIGHTED.get(meaning.kind) if meaning.factor == 1 or meaning.kind is Kind.LOG_RATIO else None
+            return dataclasses.replace(meaning, kind=kind) if kind is not None else None
+        return self._scaled(value, False, by)
 
     def _product(self, node: fx.Node) -> Meaning | None:
         left, right = (self.meanings[arg] for arg in node.args)
         if left.kind is not Kind.PROBS:
             left, right = right, left
-        kinds = {Kind.LOG_PROBS: Kind.PROBS_LOG_PROBS, Kind.LOGITS: Kind.PROBS_LOGITS}
+        kinds = {Kind.LOG_PROBS: Kind.PROBS_LOG_PROBS, Kind.LOGITS: Kind.PROBS_LOGITS, Kind.LOG_RATIO: Kind.FROM}
         if left.kind is not Kind.PROBS or right.kind not in kinds or not _of_same_logits(node, left, right):
             return None
         joined = dataclasses.replace(left, kind=kinds[right.kind], factor=left.factor * right.factor)
@@ -205,7 +215,16 @@ class Reading:
         return dataclasses.replace(meaning, scaling=Scaling(bias)) if last and unchanged else None
 
     def _subtract(self, node: fx.Node) -> Meaning | None:
-        """`z - logsumexp(z)` are log-probs."""
+        """`z - logsumexp(z)` are log-probs; log-probs and those of another layer are a ratio."""
+        left, right = node.args
+        if (left in self.meanings) != (right in self.meanings):
+            own, other, sign = (left, right, 1) if left in self.meanings else (right, left, -1)
+            meaning, is_whole = (
+                self.meanings[own],
+                isinstance(other, fx.Node) and self._sizes(own) == self._sizes(other),
+            )
+            fits = is_whole and meaning.kind is Kind.LOG_PROBS and meaning.factor == 1
+            return dataclasses.replace(meaning, kind=Kind.LOG_RATIO, factor=sign) if fits else None
         value, normaliser = (self.meanings.get(arg) for arg in node.args)
         if value is None or normaliser is None or not _of_same_logits(node, value, normaliser):
             return None
@@ -292,11 +311,19 @@ def _of_same_logits(node: fx.Node, one: Meaning, other: Meaning) -> bool:
 
 Rule = Callable[[Reading, fx.Node], Meaning | Reduction | None]
 
+WEIGHTED = {
+    Kind.PROBS: Kind.WEIGHTED_PROBS,
+    Kind.LOG_PROBS: Kind.WEIGHTED_LOG_PROBS,
+    Kind.LOG_RATIO: Kind.TO,
+}
 GATHERED = (Kind.LOGITS, Kind.LOG_PROBS, Kind.PROBS)  # rise with the logits, entry by entry
 # By reduction, what it may reduce over the vocabulary.
 REDUCED: dict[Any, tuple[Kind, ...]] = {
     aten.logsumexp.default: (Kind.LOGITS,),
-    aten.sum.dim_IntList: (Kind.LOGITS, Kind.LOG_PROBS, Kind.PROBS_LOG_PROBS, Kind.PROBS_LOGITS),
+    aten.sum.dim_IntList: (
+        *(Kind.LOGITS, Kind.LOG_PROBS, Kind.PROBS_LOG_PROBS, Kind.PROBS_LOGITS),
+        *(Kind.FROM, Kind.TO, Kind.WEIGHTED_PROBS, Kind.WEIGHTED_LOG_PROBS),
+    ),
     aten.mean.dim: (Kind.LOGITS, Kind.LOG_PROBS),
 }
 TOPS = (aten.topk.default, aten.max.dim)  # become indices, by which the values are gathered

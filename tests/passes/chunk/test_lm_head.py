@@ -11,7 +11,13 @@ from torch import nn
 
 from dta_compile.ops.lm_head import by_kernels
 from dta_compile.ops.lm_head import operators as head_operators
-from dta_compile.ops.lm_head.operators import LINEAR_LOG_PROB, LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_
+from dta_compile.ops.lm_head.operators import (
+    LINEAR_CROSS_BACKWARD,
+    LINEAR_CROSS_BACKWARD_,
+    LINEAR_LOG_PROB,
+    LINEAR_LOG_PROB_BACKWARD,
+    LINEAR_LOG_PROB_BACKWARD_,
+)
 from dta_compile.passes.memory.working_memory import working_memory
 from dta_compile.passes.sealing.emit import emit
 from tests.support.chunk_graphs import Run, allocations, nodes_of, peak
@@ -533,6 +539,34 @@ def test_logits_that_are_returned_too(model):
     expected = log_softmax(logits, BATCH.extras["labels"])
     torch.testing.assert_close(log_probs[BATCH.valid], expected[BATCH.valid])
     assert not heads_of(inside(compiled).newest.program)
+
+
+class WithTeacher(BareLM):
+    """A student and a teacher, both trained, over the same tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = BareLM(seed=9)
+
+    def forward(self, ids, mask=None):
+        return super().forward(ids, mask) / 0.9, 4 * (self.teacher(ids, mask) / 4).tanh()
+
+
+def divergences(logits, labels):
+    """Kullback-Leibler divergences both ways, and cross entropies, one of them without a gradient of the teacher."""
+    student, teacher = (values.log_softmax(-1) for values in logits)
+    forward = F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1)
+    reverse = -2 * (student.exp() * (teacher - student)).sum(-1, keepdim=True)[..., 0]
+    target = logits[1].detach().softmax(-1).transpose(1, 2)
+    soft = F.cross_entropy(logits[0].transpose(1, 2), target, reduction="none")
+    return forward, reverse, soft, -(student.exp() * teacher).sum(-1)
+
+
+def test_divergences_between_two_models_have_no_logits():
+    program = compare(WithTeacher(), divergences, outputs=4)
+    assert_no_logits(program, heads=0)
+    backward = [node.target for node in nodes_of(program, "backward")]
+    assert backward.count(LINEAR_CROSS_BACKWARD_) == 7 and LINEAR_CROSS_BACKWARD not in backward
 
 
 def test_scoring(model):

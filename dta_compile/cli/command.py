@@ -33,6 +33,7 @@ from dta_compile.cli.arguments import (
     whole,
     write,
 )
+from dta_compile.cli.check import add_check
 from dta_compile.cli.compare import add_compare, compare, print_totals, totals
 from dta_compile.cli.estimate_command import add_estimate
 from dta_compile.cli.split import add_split
@@ -100,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands.add_parser("plan", help="plan a batch of token sequences and print what would be run"))
     add_why(commands.add_parser("why", help="where prefixes could be shared and are not, and why"))
     add_estimate(commands.add_parser("estimate", help="predict time and memory of a step from a model's configuration"))
+    add_check(commands.add_parser("check", help="what a trainer's settings leave of the sharing, and what to set"))
     add_split(commands.add_parser("split", help="divide GPUs between rollout generation and training"))
     _add_demo(commands.add_parser("demo", help="train a small model with eager and with dta side by side"))
     return parser

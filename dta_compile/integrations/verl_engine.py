@@ -137,7 +137,7 @@ class DTAEngine(FSDPEngineWithLMHead):
         _check_data(micro_batch, inputs)
         self._require_same_media(sorted(inputs.keys() - INPUTS))
         with self._autocast():
-            values = self._values(micro_batch, inputs, of_inputs)
+            values = self._values(micro_batch, inputs, of_inputs, _log_prob_clamp(micro_batch, loss_function))
             if loss_function is None:
                 loss, metrics = torch.ones((), device=get_device_name()), {}
             else:
@@ -168,6 +168,7 @@ class DTAEngine(FSDPEngineWithLMHead):
         labels: torch.Tensor,
         temperature: torch.Tensor | None,
         extra: tuple[str, ...],
+        teacher: Teacher | None,
     ) -> Values:
         """Compute per-token values; compiled, and written so that no chunk has logits where the vocabulary is large."""
         logits = module(**inputs, use_cache=False).logits.float()
@@ -178,15 +179,20 @@ class DTAEngine(FSDPEngineWithLMHead):
         if "entropy" in extra:
             values["entropy"] = -(log_probs.exp() * log_probs).sum(-1)
         if "sum_pi_squared" in extra:
-            values["sum_pi_squared"] = log_probs.exp().square().sum(-1)
-        return values
+            values["sum_pi_squared"] = ((2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)).exp()
+        return values if teacher is None else {**values, **_distilled(log_probs, teacher)}
 
-    def _values(self, micro_batch: Any, inputs: dict[str, Any], of_inputs: dict[str, Any]) -> Values:
+    def _values(
+        self, micro_batch: Any, inputs: dict[str, Any], of_inputs: dict[str, Any], clamp: float | None
+    ) -> Values:
         """Return per-token values by name in verl's layout: nested tensors with one row per sequence."""
         extra = tuple(name for asks, name in EXTRA_VALUES.items() if _flag(micro_batch, asks))
         offsets = micro_batch["input_ids"].offsets()
-        rows = _Rows.of(inputs, of_inputs, offsets)
-        values = self.token_values(inputs, rows.labels, rows.temperature, extra)
+        rows, teacher = _Rows.of(inputs, of_inputs, offsets), None
+        if _flag(micro_batch, "distillation_use_topk"):
+            ids, log_probs = (rows.laid_out(micro_batch[name].values(), offsets) for name in TEACHER)
+            teacher = Teacher(ids, log_probs.float(), ids.shape[-1], clamp)
+        values = self.token_values(inputs, rows.labels, rows.temperature, extra, teacher)
         return {
             name: torch.nested.nested_tensor_from_jagged(rows.flat(value), offsets) for name, value in values.items()
         }
@@ -292,6 +298,59 @@ def _exchanged(values: Sequence[Any], group: Group) -> list[Any]:
     return [pickle.loads(found[end - size : end]) for size, end in zip(received, ends, strict=True)]
 
 
+class Teacher(NamedTuple):
+    """The largest log-probs of a teacher at each token.
+
+    Attributes:
+        ids, log_probs: `[1, T, k]` or `[B, S, k]`.
+        clamp: the least log-prob that is used; None: any.
+    """
+
+    ids: torch.Tensor
+    log_probs: torch.Tensor
+    k: int
+    clamp: float | None
+
+
+TEACHER = ("teacher_ids", "teacher_logprobs")  # nested `[B, tokens, k]`
+
+
+def _log_prob_clamp(micro_batch: Any, loss_function: Any) -> float | None:
+    """Return the clamp of a top-k distillation, whose loss verl's workers bind to its configuration."""
+    if not _flag(micro_batch, "distillation_use_topk"):
+        return None
+    config = getattr(loss_function, "keywords", {}).get("distillation_config")
+    if config is None:
+        raise RefusalError(
+            "verl's strategy dta computes top-k distillation without logits, and the loss does not say how",
+            where="distillation_use_topk",
+            expected="partial(distillation_ppo_loss, ..., distillation_config=...), as verl's workers pass it",
+            hint="use strategy=fsdp2 for a loss of your own that reads logits",
+        )
+    clamp: float | None = config.distillation_loss.log_prob_min_clamp
+    return clamp
+
+
+def _distilled(student: torch.Tensor, teacher: Teacher) -> Values:
+    """Compute what verl's distillation gets from logits: the forward divergence over the teacher's entries, the mass of
+    these for both, how many of them are among as many largest of the student, and the divergence of those, negated."""
+    ids, theirs, k, clamp = teacher
+    mine, largest = student.gather(-1, ids), student.detach().topk(k, -1).indices
+    values = {"student_mass": mine.exp().sum(-1), "teacher_mass": theirs.exp().sum(-1)}
+    if clamp is not None:
+        mine, theirs = mine.clamp(min=clamp), theirs.clamp(min=clamp)
+    of_entries = theirs.exp() * (theirs - mine)
+    shared = (ids[..., None] == largest[..., None, :]).any(-1)
+    both = shared.sum(-1)
+    mean = -(of_entries * shared).sum(-1) / both.clamp(min=1)
+    return {
+        **values,
+        "distillation_losses": of_entries.sum(-1),
+        "overlap_count": both,
+        "overlap_token_advantage": mean,
+    }
+
+
 class _Rows(NamedTuple):
     """A micro-batch in the layout of the model's inputs: one packed row or padded rows.
 
@@ -312,15 +371,24 @@ class _Rows(NamedTuple):
         if mask is None:
             labels, temperature = labels[None], of_inputs["temperature_rmpad"][None, :, None]
         else:
-            nested = torch.nested.nested_tensor_from_jagged(labels, offsets)
-            labels = torch.nested.to_padded_tensor(nested, padding=0, output_size=tuple(mask.shape))
+            labels = _padded(labels, offsets, mask)
             temperature = of_inputs["temperature"][:, None, None]
         is_one = of_inputs["temperature_is_one"]
         return cls(labels, None if is_one else temperature.clamp(min=LEAST_TEMPERATURE), mask)
 
+    def laid_out(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Lay values `[T, ...]` out as the tokens are, with zeros for padding."""
+        return values[None] if self.mask is None else _padded(values, offsets, self.mask)
+
     def flat(self, values: torch.Tensor) -> torch.Tensor:
         """Flatten values of these rows to `[T]`, one sequence after the other, without padding."""
         return values[0] if self.mask is None else values[self.mask.bool()]
+
+
+def _padded(values: torch.Tensor, offsets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    nested = torch.nested.nested_tensor_from_jagged(values, offsets)
+    padded: torch.Tensor = torch.nested.to_padded_tensor(nested, 0, output_size=(*mask.shape, *values.shape[1:]))
+    return padded
 
 
 @EngineRegistry.register(model_type="value_model", backend="dta", device=DEVICES)
@@ -378,13 +446,6 @@ def _only(name: str, value: Any, accepted: Any, instead: str) -> None:
 
 
 def _check_data(micro_batch: Any, inputs: Mapping[str, Any]) -> None:
-    for name in ("distillation_use_topk", "distillation_only"):
-        if _flag(micro_batch, name):
-            raise RefusalError(
-                "distillation reads logits, which verl's strategy dta does not return",
-                where=name,
-                hint="use strategy=fsdp2",
-            )
     lists = sorted(name for name, value in inputs.items() if isinstance(value, (list, tuple)))
     if lists:
         raise RefusalError(

@@ -203,6 +203,49 @@ def test_batches_and_variants_are_compared(capsys):
         assert bad.split("=")[0] in capsys.readouterr().err
 
 
+CHECKED = {  # C as set and with each advice, as docs/use/verl.md and docs/use/trainers.md have them
+    "grpo": ("--trainer grpo", {"as set": 2.73}),
+    "accumulated": (
+        "num_generations=4 gradient_accumulation_steps=5",
+        {"as set": 2.07, "set args=DTACallback.whole_steps(args)": 3.38},
+    ),
+    "sft": ("train_sampling_strategy=random", {"as set": 2.07, "set train_sampling_strategy=sequential": 2.73}),
+    "verl": ("{verl} +actor_rollout_ref.rollout.n=8", {"as set": 1.54, "set actor.strategy=dta": 3.23}),
+    "verl on eight": ("rollout.n=8 strategy=dta --ranks 8", {"as set": 2.53}),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_what_the_batching_of_a_trainer_leaves(name, tmp_path, capsys):
+    words, expected = CHECKED[name]
+    actor = "{strategy: fsdp2, ppo_micro_batch_size_per_gpu: 2, ppo_max_token_len_per_gpu: '${elsewhere}'}"
+    settings = "{trainer: {n_gpus_per_node: 2, balance_batch: false}, actor_rollout_ref: {actor: %s}}"
+    (tmp_path / "verl.yaml").write_text(settings % actor)
+    command = ["check", str(bundled()), *words.format(verl=tmp_path / "verl.yaml").split()]
+    assert main([*command, "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["together"] == 10_267
+    assert {one["title"]: round(one["compression"], 2) for one in found["variants"]} == expected
+    assert main(command) == 0
+    assert ("nothing that can be set" in capsys.readouterr().out) == (len(expected) == 1)
+
+
+def test_a_checked_step_has_a_price_and_bad_settings_are_refused(tmp_path, capsys):
+    config = tmp_path / "config.json"
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 4096}
+    config.write_text(json.dumps({"model_type": "qwen3", **sizes}))
+    assert main(["check", str(bundled()), "--config", str(config), "--ranks", "2"]) == 0
+    assert "then the largest step, 16 rows: verdict: fits 2 x NVIDIA H100" in capsys.readouterr().out
+    (tmp_path / "bad.yaml").write_text("a: [")
+    for bad, told in (
+        ("gradient_accumulation_steps=0", "1 or more"),
+        ("bad.yaml", "cannot be read"),
+        ("acumulation=2", "gradient_accumulation_steps"),
+    ):
+        assert main(["check", str(bundled()), bad if "=" in bad else str(tmp_path / bad)]) == 2
+        assert told in capsys.readouterr().err
+
+
 def test_bad_options_are_refused_with_a_suggestion(lines, capsys):
     assert main(["plan", lines, "--strategy", "vanila"]) == 2
     assert "did you mean 'vanilla'?" in capsys.readouterr().err

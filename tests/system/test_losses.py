@@ -137,6 +137,9 @@ def per_token(model, ids):
 LOSSES_OF_LOG_PROBS = {
     "token advantages": lambda lp, entropy, real: (lp * ADVANTAGES * real).sum(),
     "sequence level (GSPO)": lambda lp, entropy, real: (((lp * real).sum(1) / real.sum(1)).exp() * REWARDS).mean(),
+    "truncated importance sampling": lambda lp, entropy, real: (
+        (lp.detach() - 3 * ADVANTAGES).exp().clamp(max=2) * lp * ADVANTAGES * real
+    ).sum(),
     "pairs (DPO)": lambda lp, entropy, real: -F.logsigmoid((lp * real).sum(1)[::2] - (lp * real).sum(1)[1::2]).mean(),
     "contrastive over the batch": lambda lp, entropy, real: F.cross_entropy(
         (lp * real) @ (entropy * real).T, torch.arange(len(lp))

@@ -8,15 +8,17 @@ import subprocess
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("verl")
 
 from transformers import AutoModelForTokenClassification
+from verl.trainer.distillation import distillation_ppo_loss
 from verl.utils import tensordict_utils
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.config import FSDPActorConfig
+from verl.workers.config import DistillationLossConfig, FSDPActorConfig
 from verl.workers.utils.losses import value_loss
 
 import dta_compile
@@ -221,6 +223,42 @@ def test_settings_that_only_change_how_a_model_is_computed_have_no_effect(checkp
     for name, values in expected.items():
         for mine, theirs in zip(found[name].unbind(), values.unbind(), strict=True):
             torch.testing.assert_close(mine[:-1], theirs[:-1])
+
+
+@pytest.mark.parametrize("remove_padding", [True, False], ids=["packed", "padded"])
+def test_top_k_distillation(checkpoint, rollouts, remove_padding):
+    """verl's loss as its workers bind it, alone and beside a policy gradient; two updates of each."""
+    settings, found = Settings(remove_padding=remove_padding, rows=len(rollouts), temperature=0.9), []
+    generator = torch.Generator().manual_seed(4)
+    log = [torch.randn(len(one), VOCABULARY, generator=generator).log_softmax(-1).topk(5) for one in rollouts]
+    teacher = {
+        name: torch.nested.as_nested_tensor([getattr(one, entry) for one in log], layout=torch.jagged)
+        for name, entry in (("teacher_ids", "indices"), ("teacher_logprobs", "values"))
+    }
+    for strategy in (REFERENCE, "dta"):
+        engine, reports = engine_of(strategy, checkpoint, settings), []
+        start = weights_of(engine)
+        for is_alone in (True, False, True, False):
+            how = DistillationLossConfig(
+                loss_mode="forward_kl_topk", topk=5, use_policy_gradient=False, use_task_rewards=not is_alone,
+                log_prob_min_clamp=-4.0,
+            )  # fmt: skip
+            loss = functools.partial(
+                distillation_ppo_loss, config=actor_of(REFERENCE, settings),
+                distillation_config=types.SimpleNamespace(distillation_loss=how),
+            )  # fmt: skip
+            data = data_of(rollouts, settings)
+            tensordict_utils.assign_non_tensor(data, distillation_use_topk=True, distillation_only=is_alone)
+            data.update(teacher)
+            with engine.train_mode():
+                output = engine.train_batch(data, loss_function=loss)
+            reports += [output["metrics"][f"distillation/{name}"] for name in ("student_mass", "overlap_ratio")]
+            reports += [sum(output["loss"])]
+        found.append((weights_of(engine), reports))
+    assert largest_difference(found[0][0], found[1][0]) < 3e-6
+    assert all((found[0][0][name] - start[name]).abs().max() > 3e-4 for name in start)
+    assert sum(map(np.mean, found[1][1])) == pytest.approx(sum(map(np.mean, found[0][1])), rel=1e-5)
+    assert dta_compile.last_plan(engine.token_values).stats.compression > 1.5
 
 
 @pytest.mark.parametrize("key", ["distillation_use_topk", "multi_modal_inputs"])

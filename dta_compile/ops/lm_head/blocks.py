@@ -9,7 +9,7 @@ The backward recomputes the logits of every block. On a GPU the steps after a ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,16 @@ import torch.nn.functional as F
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.library import LIBRARY
 from dta_compile.ops.lm_head import by_kernels
-from dta_compile.ops.lm_head.operators import Backward, Forward, Further, Head, Results, block_columns
+from dta_compile.ops.lm_head.operators import (
+    Backward,
+    CrossBackward,
+    Forward,
+    Further,
+    Head,
+    Results,
+    Wanted,
+    block_columns,
+)
 from dta_compile.ops.products import add_product
 
 
@@ -127,19 +136,44 @@ def _finite(largest: torch.Tensor) -> torch.Tensor:
     return largest.masked_fill(largest.isinf(), 0)
 
 
+def linear_top(*arguments: Any) -> torch.Tensor:
+    """Implement `dta::linear_top`: the indices of the largest logits, the largest first."""
+    *operands, count, dtype = arguments
+    head = _Blocks(*operands)
+    rows = head.hidden.shape[0]
+    values, indices = head.hidden.new_empty((rows, 0), dtype=dtype), head.hidden.new_empty((rows, 0), dtype=torch.int64)
+    for block in head.blocks():
+        logits = head.logits(block, dtype)
+        top, columns = logits.topk(min(count, logits.shape[1]), 1)
+        values, indices = torch.cat([values, top], 1), torch.cat([indices, columns + block.start], 1)
+        values, order = values.topk(min(count, values.shape[1]), 1)
+        indices = indices.gather(1, order)
+    return indices
+
+
 def linear_log_prob_backward_(*arguments: Any) -> torch.Tensor:
     """Implement `dta::linear_log_prob_backward_`: accumulate weight and bias gradients, return that of hidden."""
     call = Backward.of(arguments)
     has_kernel = by_kernels.fits(call.head, call.log_sum.dtype)
     call = by_kernels.gradient_operands(call) if has_kernel else call
-    head, hidden, wanted = _Blocks(*call.head), call.head.hidden, call.wanted
+    head = _Blocks(*call.head)
+
+    def gradient(block: slice) -> torch.Tensor:
+        if not has_kernel:
+            return _gradient(head, block, call)
+        grad = head.product(block)
+        by_kernels.gradient_(grad, block.start, call)
+        return grad
+
+    return _accumulate(head, call.wanted, gradient)
+
+
+def _accumulate(head: _Blocks, wanted: Wanted, gradient: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+    """Accumulate weight and bias gradients and return that of hidden, given those of each block's unscaled logits."""
+    hidden = head.hidden
     result = hidden.new_zeros(hidden.shape if wanted.hidden else (0,), dtype=statistics_dtype(hidden.dtype))
     for block in head.blocks():
-        if has_kernel:
-            grad = head.product(block)
-            by_kernels.gradient_(grad, block.start, call)
-        else:
-            grad = _gradient(head, block, call)
+        grad = gradient(block)
         if wanted.hidden:
             add_product(result, grad, head.block_weight(block))
         if wanted.weight is not None:
@@ -154,7 +188,7 @@ def _gradient(head: _Blocks, block: slice, call: Backward) -> torch.Tensor:
     """Return the gradient of a block's unscaled logits, in the dtype of the matrix product."""
     _, log_sum, mean, largest, of_labels, of_log_sum, of_mean, of_total, _ = call
     grad = head.logits(block, log_sum.dtype)
-    slope = None if head.outer is None else 1 - (grad * head.outer).square_()
+    slope = _slope(head, grad)
     grad.sub_(largest[:, None])
     if mean is None or of_mean is None:
         grad.sub_(log_sum[:, None]).exp_().mul_(of_log_sum[:, None])
@@ -167,6 +201,16 @@ def _gradient(head: _Blocks, block: slice, call: Backward) -> torch.Tensor:
         grad.scatter_add_(1, columns, of_labels.masked_fill(~inside, 0))
     if of_total is not None:
         grad.add_(of_total[:, None])
+    return _unscaled(head, grad, slope)
+
+
+def _slope(head: Head, logits: torch.Tensor) -> torch.Tensor | None:
+    """Return the derivative of a soft cap."""
+    return None if head.outer is None else 1 - (logits * head.outer).square_()
+
+
+def _unscaled(head: Head, grad: torch.Tensor, slope: torch.Tensor | None) -> torch.Tensor:
+    """Return the gradient of unscaled logits, in the dtype of the matrix product, from that of logits."""
     if slope is not None:
         grad.mul_(slope).div_(head.outer)
     if head.temperature is not None:
@@ -174,16 +218,68 @@ def _gradient(head: _Blocks, block: slice, call: Backward) -> torch.Tensor:
     return grad.to(head.hidden.dtype)
 
 
+def linear_cross(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """Implement `dta::linear_cross`."""
+    first, second, (is_ratio, dtype) = _Blocks(*arguments[:6]), _Blocks(*arguments[6:12]), arguments[12:]
+    rows = first.hidden.shape[0]
+    largest = first.hidden.new_full((2, rows, 1), -torch.inf, dtype=dtype)
+    exps, products = first.hidden.new_zeros((2, rows, 1), dtype=dtype), first.hidden.new_zeros((rows, 1), dtype=dtype)
+    for block in first.blocks():
+        values = [head.logits(block, dtype) for head in (first, second)]
+        new = torch.maximum(largest, torch.stack([logits.amax(1, keepdim=True) for logits in values]))
+        rescale = (largest - _finite(new)).exp()
+        # Of logits that are alike the difference is small, and so is its error.
+        ratio = values[0] - values[1] if is_ratio else -values[1]
+        p = values[0].sub_(_finite(new[0])).exp_()
+        products = products * rescale[0] + ratio.mul_(p).sum(1, keepdim=True)
+        sums = p.sum(1, keepdim=True), values[1].sub_(_finite(new[1])).exp_().sum(1, keepdim=True)
+        largest, exps = new, exps * rescale + torch.stack(sums)
+    log_sum, base = exps.log(), _finite(largest)
+    normaliser = (base[0] - base[1]) + (log_sum[0] - log_sum[1]) if is_ratio else -(base[1] + log_sum[1])
+    mean = products / exps[0] - normaliser
+    return mean[:, 0], log_sum[0, :, 0].clone(), base[0, :, 0].clone(), log_sum[1, :, 0].clone(), base[1, :, 0].clone()
+
+
+def linear_cross_backward_(*arguments: Any) -> torch.Tensor:
+    """Implement `dta::linear_cross_backward_`."""
+    call = CrossBackward.of(arguments)
+    head, other, dtype = _Blocks(*call.head), _Blocks(*call.other), call.mean.dtype
+
+    def gradient(block: slice) -> torch.Tensor:
+        own = head.logits(block, dtype)
+        slope = _slope(head, own)
+        own.sub_(call.largest[:, None]).sub_(call.log_sum[:, None])
+        others = other.logits(block, dtype).sub_(call.other_largest[:, None]).sub_(call.other_log_sum[:, None])
+        if call.is_weight:
+            ratio = own - others if call.is_ratio else others.neg_()
+            grad = ratio.sub_(call.mean[:, None]).mul_(own.exp_())
+        else:
+            grad = own.exp_().sub_(others.exp_())
+        return _unscaled(head, grad.mul_(call.of_mean[:, None]), slope)
+
+    return _accumulate(head, call.wanted, gradient)
+
+
 def linear_log_prob_backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Implement `dta::linear_log_prob_backward`, for weights without accumulators, which are not parameters."""
-    call = Backward.of(arguments)
+    return _without_accumulators(Backward.of(arguments), linear_log_prob_backward_)
+
+
+def linear_cross_backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Implement `dta::linear_cross_backward`."""
+    return _without_accumulators(CrossBackward.of(arguments), linear_cross_backward_)
+
+
+def _without_accumulators(
+    call: Backward | CrossBackward, in_place: Callable[..., torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     hidden, weight, bias, *_ = call.head
     values = (weight, hidden if bias is None else bias)
     sums = [
         torch.zeros(value.shape, dtype=statistics_dtype(value.dtype), device=value.device) if want else None
         for value, want in zip(values, call.wanted[1:], strict=True)
     ]
-    of_hidden = linear_log_prob_backward_(*call.operands, call.wanted.hidden, *sums)
+    of_hidden = in_place(*call.operands, call.wanted.hidden, *sums)
     of_weight, of_bias = (
         value.new_empty((0,)) if grad is None else grad.to(value.dtype)
         for value, grad in zip(values, sums, strict=True)
@@ -191,5 +287,6 @@ def linear_log_prob_backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tenso
     return of_hidden, of_weight, of_bias
 
 
-for function in (linear_log_prob, linear_log_prob_backward, linear_log_prob_backward_):
+FUNCTIONS = (linear_log_prob, linear_log_prob_backward, linear_log_prob_backward_, linear_top)
+for function in (*FUNCTIONS, linear_cross, linear_cross_backward, linear_cross_backward_):
     LIBRARY.impl(function.__name__, function, "CompositeExplicitAutograd")

@@ -1,4 +1,4 @@
-"""The opaque operators of a language-model head: `dta::linear_log_prob` and its backward operators.
+"""The opaque operators of a language-model head: `dta::linear_log_prob`, `dta::linear_cross`, `dta::linear_top`.
 
 For logits `z = (hidden @ weight.T + bias) / temperature`, `[rows, V]`, or with a soft cap
 `z = tanh((hidden @ weight.T + bias) / temperature) / outer`, the operator returns
@@ -16,7 +16,11 @@ vocabulary block by block, and so does the backward, for which `hidden`, `labels
 saved. `log_sum`, `mean` and `total` are relative to `largest` for precision: an error in them affects all probabilities
 of a row. `hidden [rows, H]` is in the dtype of the matrix product, whose result is rounded to it like in eager mode; a
 `weight [V, H]` in another dtype is cast block by block. `temperature` and `outer` are one number or one number per row
-(`[]` or `[rows, 1]`), and get no gradient.
+(`[]` or `[rows, 1]`), and get no gradient. `dta::linear_top` returns the indices of the largest, `[rows, count]`.
+
+For two heads, with probabilities p of the one and q of the other, `dta::linear_cross` returns the expectation by p of
+`log p - log q` (`is_ratio`) or of `-log q`, and `log_sum` and `largest` of both. The backward operators are for one
+head at a time, which is given first.
 """
 
 from __future__ import annotations
@@ -46,10 +50,27 @@ LIBRARY.define(
     f"linear_log_prob_backward_({HEAD}, {GRADIENTS}, bool wants_hidden,"
     " Tensor(a!)? weight_gradient, Tensor(b!)? bias_gradient) -> Tensor"
 )
+LIBRARY.define(f"linear_top({HEAD}, int count, ScalarType dtype) -> Tensor")
+HEADS = f"{HEAD}, {', '.join(f'{argument}_2' for argument in HEAD.split(', '))}"
+CROSS_GRADIENTS = "Tensor mean, Tensor log_sum, Tensor largest, Tensor log_sum_2, Tensor largest_2, Tensor of_mean"
+LIBRARY.define(f"linear_cross({HEADS}, bool is_ratio, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+LIBRARY.define(
+    f"linear_cross_backward({HEADS}, {CROSS_GRADIENTS}, bool is_ratio, bool is_weight, bool[3] wanted)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    f"linear_cross_backward_({HEADS}, {CROSS_GRADIENTS}, bool is_ratio, bool is_weight, bool wants_hidden,"
+    " Tensor(a!)? weight_gradient, Tensor(b!)? bias_gradient) -> Tensor"
+)
+LINEAR_CROSS = torch.ops.dta.linear_cross.default
+LINEAR_CROSS_BACKWARD = torch.ops.dta.linear_cross_backward.default
+LINEAR_CROSS_BACKWARD_ = torch.ops.dta.linear_cross_backward_.default
 LINEAR_LOG_PROB = torch.ops.dta.linear_log_prob.default
 LINEAR_LOG_PROB_BACKWARD = torch.ops.dta.linear_log_prob_backward.default
 LINEAR_LOG_PROB_BACKWARD_ = torch.ops.dta.linear_log_prob_backward_.default
-OPERATORS = (LINEAR_LOG_PROB, LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_)
+LINEAR_TOP = torch.ops.dta.linear_top.default
+WITHOUT_KERNELS = (LINEAR_TOP, LINEAR_CROSS, LINEAR_CROSS_BACKWARD, LINEAR_CROSS_BACKWARD_)
+OPERATORS = (LINEAR_LOG_PROB, LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_, *WITHOUT_KERNELS)
 
 
 class Head(NamedTuple):
@@ -130,6 +151,45 @@ class Backward(NamedTuple):
         return (*self.head, *self[1:-1])
 
 
+class CrossBackward(NamedTuple):
+    """The arguments of `dta::linear_cross_backward`, or of its in-place variant.
+
+    Attributes:
+        head, other: the head whose gradients are computed, and the other one, with `log_sum` and `largest` of both.
+        is_weight: whether p is of `head`.
+    """
+
+    head: Head
+    other: Head
+    mean: Any
+    log_sum: Any
+    largest: Any
+    other_log_sum: Any
+    other_largest: Any
+    of_mean: Any
+    is_ratio: bool
+    is_weight: bool
+    wanted: Wanted
+
+    @classmethod
+    def of(cls, arguments: Sequence[Any]) -> CrossBackward:
+        """Parse the arguments of a call, in the operator's order."""
+        wanted = arguments[20] if len(arguments) == 21 else arguments[20:]
+        return cls(Head(*arguments[:6]), Head(*arguments[6:12]), *arguments[12:20], wanted=Wanted(*wanted))  # type: ignore[misc]
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """Return the arguments that both operators take, in their order."""
+        return (*self.head, *self.other, *self[2:-1])
+
+
+# By backward operator: its variant with accumulators, and the arguments of both.
+IN_PLACE: dict[Any, tuple[Any, type[Backward] | type[CrossBackward]]] = {
+    LINEAR_LOG_PROB_BACKWARD: (LINEAR_LOG_PROB_BACKWARD_, Backward),
+    LINEAR_CROSS_BACKWARD: (LINEAR_CROSS_BACKWARD_, CrossBackward),
+}
+
+
 def block_columns(rows: int, vocabulary: int) -> int:
     """Return the number of vocabulary entries per block."""
     columns = min(BLOCK_COLUMNS, BLOCK_LOGITS // max(rows, 1))
@@ -146,21 +206,62 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
     return (*results, head.hidden.new_empty(best, dtype=torch.int64))
 
 
-@torch.library.register_fake("dta::linear_log_prob_backward", lib=LIBRARY)
-def _backward_fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    call = Backward.of(arguments)
-    hidden, weight, bias, *_ = call.head
-    values = (hidden, weight, hidden if bias is None else bias)
-    return tuple(
-        value.new_empty(value.shape if want else (0,)) for value, want in zip(values, call.wanted, strict=True)
-    )
+def _register_backward_fakes(name: str, cls: type[Backward] | type[CrossBackward]) -> None:
+    @torch.library.register_fake(f"dta::{name}", lib=LIBRARY)
+    def _backward_fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        call = cls.of(arguments)
+        hidden, weight, bias, *_ = call.head
+        values = (hidden, weight, hidden if bias is None else bias)
+        return tuple(
+            value.new_empty(value.shape if want else (0,)) for value, want in zip(values, call.wanted, strict=True)
+        )
+
+    @torch.library.register_fake(f"dta::{name}_", lib=LIBRARY)
+    def _backward_in_place_fake(*arguments: Any) -> torch.Tensor:
+        call = cls.of(arguments)
+        hidden: torch.Tensor = call.head.hidden
+        return hidden.new_empty(hidden.shape if call.wanted.hidden else (0,))
 
 
-@torch.library.register_fake("dta::linear_log_prob_backward_", lib=LIBRARY)
-def _backward_in_place_fake(*arguments: Any) -> torch.Tensor:
-    call = Backward.of(arguments)
-    hidden: torch.Tensor = call.head.hidden
-    return hidden.new_empty(hidden.shape if call.wanted.hidden else (0,))
+_register_backward_fakes("linear_log_prob_backward", Backward)
+_register_backward_fakes("linear_cross_backward", CrossBackward)
+
+
+@torch.library.register_fake("dta::linear_cross", lib=LIBRARY)
+def _cross_fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    hidden = Head(*arguments[:6]).hidden
+    return tuple(hidden.new_empty((hidden.shape[0],), dtype=arguments[13]) for _ in range(5))
+
+
+def _save_cross(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:12], *output)
+    ctx.is_ratio = inputs[12]
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _cross_backward(ctx: Any, of_mean: torch.Tensor, *_: Any) -> Any:
+    *operands, mean, log_sum, largest, other_log_sum, other_largest = ctx.saved_tensors
+    first, second = operands[:6], operands[6:]
+    statistics, others = (log_sum, largest), (other_log_sum, other_largest)
+    found: list[torch.Tensor | None] = []
+    for is_weight, heads in ((True, (*first, *second)), (False, (*second, *first))):
+        wanted = list(ctx.needs_input_grad[:3] if is_weight else ctx.needs_input_grad[6:9])
+        of_heads = (*statistics, *others) if is_weight else (*others, *statistics)
+        grads = [None] * 3
+        if any(wanted):
+            grads = LINEAR_CROSS_BACKWARD(*heads, mean, *of_heads, of_mean, ctx.is_ratio, is_weight, wanted)
+        found += [*(grad if want else None for grad, want in zip(grads, wanted, strict=True)), *[None] * 3]
+    return (*found, None, None)
+
+
+torch.library.register_autograd("dta::linear_cross", _cross_backward, setup_context=_save_cross, lib=LIBRARY)
+
+
+@torch.library.register_fake("dta::linear_top", lib=LIBRARY)
+def _top_fake(*arguments: Any) -> torch.Tensor:
+    *head, count, _ = arguments
+    hidden: torch.Tensor = Head(*head).hidden
+    return hidden.new_empty((hidden.shape[0], count), dtype=torch.int64)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

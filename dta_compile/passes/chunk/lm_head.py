@@ -19,9 +19,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.ops.lm_head.operators import LINEAR_LOG_PROB, Further, Head, Results
+from dta_compile.ops.lm_head.operators import LINEAR_CROSS, LINEAR_LOG_PROB, LINEAR_TOP, Further, Head, Results
 from dta_compile.passes.chunk.chunk_graph import fake_inputs, free_sizes
-from dta_compile.passes.chunk.vocabulary import CAST, Kind, Reading, Reduction, Scaling, Step
+from dta_compile.passes.chunk.vocabulary import CAST, TOPS, Kind, Reading, Reduction, Scaling, Step, top_dim
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import descendants, swaps
 from dta_compile.passes.graphs.operators import LINEAR_LAYERS, TRANSPOSITIONS
@@ -49,8 +49,15 @@ def lm_head(program: Program) -> None:
         return
     _propagate(program)
     trained = _trained(program)
+    readings = _without_halves({linear: Reading(linear, trained).reductions for linear in layers})
+    _replace_crosses(readings)
     for linear in layers:
-        reductions = Reading(linear, trained).reductions
+        reductions = readings[linear]
+        tops = [reduction for reduction in reductions if reduction.node.target in TOPS]
+        for top in tops:
+            _Fusion(linear, top.meaning.scaling, [top]).replace_top()
+        if tops:
+            reductions = Reading(linear, trained).reductions
         if reductions and not _depend_on_logits(linear, reductions):
             for scaling in dict.fromkeys(reduction.meaning.scaling for reduction in reductions):
                 own = [reduction for reduction in reductions if reduction.meaning.scaling == scaling]
@@ -58,6 +65,48 @@ def lm_head(program: Program) -> None:
     graph.eliminate_dead_code()
     graph.lint()
     program.chunk.recompile()
+
+
+Readings = dict[fx.Node, list[Reduction]]
+# Sums over two layers as both read them: the one with probabilities, the one with log-probs alone.
+CROSSES = ((Kind.FROM, Kind.TO), (Kind.WEIGHTED_PROBS, Kind.WEIGHTED_LOG_PROBS))
+HALVES = tuple(kind for kinds in CROSSES for kind in kinds)
+Halves = dict[Kind, tuple[fx.Node, Reduction]]
+
+
+def _crosses(readings: Readings) -> dict[fx.Node, Halves]:
+    """Return the layer and the reduction of each half of sums over two layers, by the node of the sum."""
+    found: dict[fx.Node, Halves] = {}
+    for linear, reductions in readings.items():
+        for reduction in reductions:
+            if reduction.meaning.kind in HALVES:
+                found.setdefault(reduction.node, {})[reduction.meaning.kind] = linear, reduction
+    return found
+
+
+def _without_halves(readings: Readings) -> Readings:
+    """Drop the readings of layers that are in a product with what is not read itself."""
+    while True:
+        crosses = _crosses(readings)
+        lonely = {
+            linear
+            for halves in crosses.values()
+            for linear, _ in halves.values()
+            if not any(halves.keys() == set(kinds) for kinds in CROSSES)
+        }
+        if not lonely:
+            return readings
+        readings = {linear: [] if linear in lonely else found for linear, found in readings.items()}
+
+
+def _replace_crosses(readings: Readings) -> None:
+    """Replace sums of products of two layers by one operator, and drop them from the readings."""
+    for node, halves in _crosses(readings).items():
+        kinds = next(kinds for kinds in CROSSES if kinds[0] in halves)
+        first, second = (_Fusion(halves[k][0], halves[k][1].meaning.scaling, [halves[k][1]]) for k in kinds)
+        first.replace_cross(second)
+        for linear, _ in halves.values():
+            readings[linear] = [reduction for reduction in readings[linear] if reduction.node is not node]
 
 
 def _is_large(node: fx.Node) -> bool:
@@ -129,15 +178,9 @@ class _Fusion:
     def replace(self) -> None:
         self._move_operands_before()
         with self.graph.inserting_before(self.linear):
-            hidden, weight = self.linear.args[-2:]
-            self.rows = self._call(aten.sym_size.int, hidden, 0)
-            (labels, columns), scaling = self._labels(), self.scaling
-            temperature = self._divisor(scaling.steps) if scaling.steps else None
-            outer = self._divisor(scaling.outer) if scaling.outer is not None else None
+            head, columns = self._head()
             needed = {name for reduction in self.reductions for name in _results_for(reduction)}
             further = list(Further(*(name in needed for name in Further._fields)))
-            bias = None if self.scaling.bias is None else self._before_cast(self.scaling.bias)
-            head = Head(hidden, self._weight(weight), bias, temperature, labels, outer)
             fused = self._call(LINEAR_LOG_PROB, *head, further, self.dtype)
             results = Results(*(self._call(operator.getitem, fused, i) for i in range(len(Results._fields))))
             for reduction in self.reductions:
@@ -145,6 +188,66 @@ class _Fusion:
                 value.meta.setdefault("stack_trace", reduction.node.meta.get("stack_trace"))
                 reduction.node.replace_all_uses_with(value)
         fused.meta["stack_trace"] = self.linear.meta.get("stack_trace")
+
+    def replace_cross(self, other: _Fusion) -> None:
+        """Replace the sum of this layer's probabilities times the other's log-probs, or the ratio of both."""
+        (half,), (others,) = self.reductions, other.reductions
+        node, dtype = half.node, torch.promote_types(self.dtype, other.dtype)
+        self.dtype = other.dtype = dtype
+        with self.graph.inserting_before(node):
+            heads = [fusion._detached_head(each.meaning.detached) for fusion, each in ((self, half), (other, others))]
+            is_ratio = half.meaning.kind is Kind.FROM
+            cross = self._call(LINEAR_CROSS, *heads[0], *heads[1], is_ratio, dtype)
+            mean = self._call(
+                aten.reshape.default, self._call(operator.getitem, cross, 0), self._shape(node.meta["val"].shape)
+            )
+            factor = half.meaning.factor if is_ratio else -half.meaning.factor
+            mean = mean if factor == 1 else self._call(aten.mul.Tensor, mean, factor)
+            result = self._cast(mean, dtype, node.meta["val"].dtype)
+        cross.meta["stack_trace"] = result.meta["stack_trace"] = node.meta.get("stack_trace")
+        node.replace_all_uses_with(result)
+        self.graph.erase_node(node)
+
+    def _detached_head(self, detached: bool) -> Head:
+        head = self._head()[0]
+        return Head(
+            *(self._call(aten.detach.default, value) if detached and value is not None else value for value in head)
+        )
+
+    def replace_top(self) -> None:
+        """Replace `topk` or `max` by an operator for the indices and a gather, which is read as any other."""
+        (node,), dim = (reduction.node for reduction in self.reductions), top_dim(self.reductions[0].node)
+        source, (values, indices) = node.args[0], node.meta["val"]
+        self._move_operands_before()
+        with self.graph.inserting_before(self.linear):
+            count = node.args[1] if node.target is aten.topk.default else 1
+            top = self._call(LINEAR_TOP, *self._head()[0], count, self.dtype)
+            dim %= source.meta["val"].dim()
+            others = [size for i, size in enumerate(source.meta["val"].shape) if i != dim]
+            kept = self._call(
+                aten.movedim.int, self._call(aten.reshape.default, top, self._shape([*others, count])), -1, dim
+            )
+        with self.graph.inserting_before(node):
+            kept.meta["val"] = indices if indices.dim() == len(others) + 1 else indices.unsqueeze(dim)
+            picked = self._call(aten.gather.default, source, dim, kept)
+            picked.meta["val"] = values if values.dim() == len(others) + 1 else values.unsqueeze(dim)
+            results = [picked, kept]
+            if values.dim() == len(others):
+                results = [self._call(aten.squeeze.dim, result, dim) for result in results]
+        for item in list(node.users):
+            item.replace_all_uses_with(results[item.args[1]])
+            self.graph.erase_node(item)
+        self.graph.erase_node(node)
+
+    def _head(self) -> tuple[Head, dict[fx.Node, tuple[int, int]]]:
+        """Return the operands of the head, and the columns of each gather's labels."""
+        hidden, weight = self.linear.args[-2:]
+        self.rows = self._call(aten.sym_size.int, hidden, 0)
+        (labels, columns), scaling = self._labels(), self.scaling
+        temperature = self._divisor(scaling.steps) if scaling.steps else None
+        outer = self._divisor(scaling.outer) if scaling.outer is not None else None
+        bias = None if scaling.bias is None else self._before_cast(scaling.bias)
+        return Head(hidden, self._weight(weight), bias, temperature, labels, outer), columns
 
     def _move_operands_before(self) -> None:
         needed, later = ancestors(_operands(self.reductions)), self.linear.next
@@ -206,8 +309,9 @@ class _Fusion:
         """Compute the value of a reduction from the operator's results, in its shape and dtype."""
         meaning, value = reduction.meaning, reduction.node.meta["val"]
         if reduction.labels is not None:
-            source = results.log_prob if meaning.kind is Kind.LOG_PROBS else results.logit
+            source = results.logit if meaning.kind is Kind.LOGITS else results.log_prob
             result = self._picked(reduction, source, *columns[reduction.labels])
+            result = self._call(aten.exp.default, result) if meaning.kind is Kind.PROBS else result
         else:
             target, *terms = REDUCTIONS[reduction.node.target, meaning.kind]
             values = [getattr(results, name) for name in terms]

@@ -1,7 +1,7 @@
 """Interpret values computed from an LM head's logits: scaled logits, log-probs, probabilities, and their products.
 
 `Reading` follows the uses of a linear layer to the reductions over the vocabulary at which all of them must end:
-entries gathered by labels, log-sum-exps, expectations, sums, the largest entry's index. If a value of the vocabulary's
+entries gathered by labels, log-sum-exps, expectations, sums, the largest entries. If a value of the vocabulary's
 size has any other use, there are no reductions, and the pass `lm_head` leaves the layer as it is.
 """
 
@@ -32,6 +32,11 @@ class Kind(enum.Enum):
     PROBS = "p"
     PROBS_LOG_PROBS = "p log p"
     PROBS_LOGITS = "p z"
+    LOG_RATIO = "log p - x"  # x and w: such values of another linear layer
+    FROM = "p (log p - x)"
+    TO = "w (log p - x)"
+    WEIGHTED_PROBS = "p x"
+    WEIGHTED_LOG_PROBS = "w log p"
     LOGSUMEXP = "log sum exp z"  # the only kind without a vocabulary dimension
 
 
@@ -149,13 +154,18 @@ class Reading:
         left, right = node.args
         if left in self.meanings and right in self.meanings:
             return self._product(node)
-        return self._scaled(left, False, right) if left in self.meanings else self._scaled(right, False, left)
+        value, by = (left, right) if left in self.meanings else (right, left)
+        if isinstance(by, fx.Node) and self._sizes(by) == self._sizes(value):
+            meaning = self.meanings[value]
+            kind = WEIGHTED.get(meaning.kind) if meaning.factor == 1 or meaning.kind is Kind.LOG_RATIO else None
+            return dataclasses.replace(meaning, kind=kind) if kind is not None else None
+        return self._scaled(value, False, by)
 
     def _product(self, node: fx.Node) -> Meaning | None:
         left, right = (self.meanings[arg] for arg in node.args)
         if left.kind is not Kind.PROBS:
             left, right = right, left
-        kinds = {Kind.LOG_PROBS: Kind.PROBS_LOG_PROBS, Kind.LOGITS: Kind.PROBS_LOGITS}
+        kinds = {Kind.LOG_PROBS: Kind.PROBS_LOG_PROBS, Kind.LOGITS: Kind.PROBS_LOGITS, Kind.LOG_RATIO: Kind.FROM}
         if left.kind is not Kind.PROBS or right.kind not in kinds or not _of_same_logits(node, left, right):
             return None
         joined = dataclasses.replace(left, kind=kinds[right.kind], factor=left.factor * right.factor)
@@ -205,7 +215,16 @@ class Reading:
         return dataclasses.replace(meaning, scaling=Scaling(bias)) if last and unchanged else None
 
     def _subtract(self, node: fx.Node) -> Meaning | None:
-        """`z - logsumexp(z)` are log-probs."""
+        """`z - logsumexp(z)` are log-probs; log-probs and those of another layer are a ratio."""
+        left, right = node.args
+        if (left in self.meanings) != (right in self.meanings):
+            own, other, sign = (left, right, 1) if left in self.meanings else (right, left, -1)
+            meaning, is_whole = (
+                self.meanings[own],
+                isinstance(other, fx.Node) and self._sizes(own) == self._sizes(other),
+            )
+            fits = is_whole and meaning.kind is Kind.LOG_PROBS and meaning.factor == 1
+            return dataclasses.replace(meaning, kind=Kind.LOG_RATIO, factor=sign) if fits else None
         value, normaliser = (self.meanings.get(arg) for arg in node.args)
         if value is None or normaliser is None or not _of_same_logits(node, value, normaliser):
             return None
@@ -233,7 +252,7 @@ class Reading:
 
     def _gather(self, node: fx.Node) -> Reduction | None:
         source, dim, labels = node.args[:3]
-        if self._kind(node) not in (Kind.LOGITS, Kind.LOG_PROBS) or labels in self.meanings:
+        if self._kind(node) not in GATHERED or labels in self.meanings:
             return None
         shape, picked = self._sizes(source), self._sizes(labels)
         if not self._is_over_vocabulary(source, [dim]) or not isinstance(labels.meta["val"].shape[dim], int):
@@ -248,9 +267,16 @@ class Reading:
     def _largest(self, node: fx.Node) -> Reduction | None:
         """The argmax of log-probs or probabilities is that of the logits."""
         meaning, dims = self.meanings[node.args[0]], node.args[1:2]
-        rises = meaning.kind in (Kind.LOGITS, Kind.LOG_PROBS, Kind.PROBS) and meaning.factor > 0
+        rises = meaning.kind in GATHERED and meaning.factor > 0
         over = rises and isinstance(dims[0] if dims else None, int) and self._is_over_vocabulary(node.args[0], [*dims])
         return Reduction(node, meaning) if over else None
+
+    def _top(self, node: fx.Node) -> Reduction | None:
+        """So are their largest entries, whose values are gathered by index."""
+        meaning, is_largest = self.meanings[node.args[0]], node.args[3:4] in ((), (True,))
+        rises = meaning.kind in GATHERED and meaning.factor > 0 and is_largest
+        fits = rises and isinstance(node.args[1], int) and self._is_over_vocabulary(node.args[0], [top_dim(node)])
+        return Reduction(node, meaning) if fits else None
 
     def _kind(self, node: fx.Node) -> Kind | None:
         meaning = self.meanings.get(node.args[0])
@@ -268,6 +294,11 @@ class Reading:
         return [size for size in self._sizes(node) if size != "1"]
 
 
+def top_dim(node: fx.Node) -> int:
+    """Return the dimension of a `topk` or `max`."""
+    return (*node.args, -1)[2] if node.target is aten.topk.default else node.args[1]
+
+
 def _is_number(by: Any) -> bool:
     return isinstance(by, (int, float)) and math.isfinite(by) and by != 0
 
@@ -280,12 +311,22 @@ def _of_same_logits(node: fx.Node, one: Meaning, other: Meaning) -> bool:
 
 Rule = Callable[[Reading, fx.Node], Meaning | Reduction | None]
 
+WEIGHTED = {
+    Kind.PROBS: Kind.WEIGHTED_PROBS,
+    Kind.LOG_PROBS: Kind.WEIGHTED_LOG_PROBS,
+    Kind.LOG_RATIO: Kind.TO,
+}
+GATHERED = (Kind.LOGITS, Kind.LOG_PROBS, Kind.PROBS)  # rise with the logits, entry by entry
 # By reduction, what it may reduce over the vocabulary.
 REDUCED: dict[Any, tuple[Kind, ...]] = {
     aten.logsumexp.default: (Kind.LOGITS,),
-    aten.sum.dim_IntList: (Kind.LOGITS, Kind.LOG_PROBS, Kind.PROBS_LOG_PROBS, Kind.PROBS_LOGITS),
+    aten.sum.dim_IntList: (
+        *(Kind.LOGITS, Kind.LOG_PROBS, Kind.PROBS_LOG_PROBS, Kind.PROBS_LOGITS),
+        *(Kind.FROM, Kind.TO, Kind.WEIGHTED_PROBS, Kind.WEIGHTED_LOG_PROBS),
+    ),
     aten.mean.dim: (Kind.LOGITS, Kind.LOG_PROBS),
 }
+TOPS = (aten.topk.default, aten.max.dim)  # become indices, by which the values are gathered
 READING_RULES: dict[Any, Rule] = {
     **dict.fromkeys(COPIES | CASTS, Reading._copy),
     **dict.fromkeys(KEEP_ORDER, Reading._reshape),
@@ -301,5 +342,6 @@ READING_RULES: dict[Any, Rule] = {
     aten.tanh.default: Reading._tanh,
     aten.gather.default: Reading._gather,
     aten.argmax.default: Reading._largest,
+    **dict.fromkeys(TOPS, Reading._top),
     **dict.fromkeys(REDUCED, Reading._reduced),
 }

@@ -14,7 +14,7 @@ from torch import fx
 
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.experts.operators import EXPERT_PRODUCTS, EXPERT_PRODUCTS_
-from dta_compile.ops.lm_head.operators import LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_, Backward, Wanted
+from dta_compile.ops.lm_head.operators import IN_PLACE, Wanted
 from dta_compile.ops.products import ADD_PRODUCT
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import call, is_item, swaps
@@ -77,26 +77,27 @@ def _add_in_heads(graph: fx.Graph, parts: list[tuple[fx.Node, fx.Node]]) -> set[
     heads: dict[fx.Node, list[tuple[int, tuple[fx.Node, fx.Node]]]] = {}
     for part, accumulator in parts:
         source, _ = _untranspose(part)
-        if is_item(source) and source.args[0].target is LINEAR_LOG_PROB_BACKWARD:
+        if is_item(source) and source.args[0].target in IN_PLACE:
             heads.setdefault(source.args[0], []).append((source.args[1], (part, accumulator)))
     added: set[fx.Node] = set()
     for head, results in heads.items():
         items = dict(results)
         # Not if a result goes to several parameters, or to none, as with a computed weight.
-        if sorted(i for i, _ in results) == [i for i in (1, 2) if Backward.of(head.args).wanted[i]]:
+        if sorted(i for i, _ in results) == [i for i in (1, 2) if IN_PLACE[head.target][1].of(head.args).wanted[i]]:
             _add_in_head(graph, head, items)
             added |= {part for part, _ in items.values()}
     return added
 
 
 def _add_in_head(graph: fx.Graph, head: fx.Node, items: dict[int, tuple[fx.Node, fx.Node]]) -> None:
-    arguments, targets = Backward.of(head.args), dict[int, fx.Node]()
+    in_place, cls = IN_PLACE[head.target]
+    arguments, targets = cls.of(head.args), dict[int, fx.Node]()
     with graph.inserting_before(head):
         for i, (part, accumulator) in items.items():
             transposed = _untranspose(part)[1]
             targets[i] = call(graph, aten.t.default, accumulator) if transposed else accumulator
         wanted = Wanted(arguments.wanted.hidden, targets.get(1), targets.get(2))
-        of_hidden = graph.call_function(LINEAR_LOG_PROB_BACKWARD_, (*arguments.operands, *wanted))
+        of_hidden = graph.call_function(in_place, (*arguments.operands, *wanted))
     of_hidden.meta = {**head.meta, "val": head.meta["val"][0]}
     for item in list(head.users):
         if item.args[1] == 0:

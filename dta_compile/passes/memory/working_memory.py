@@ -158,8 +158,13 @@ def _scratch_of_head(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
     if node.target is head_operators.LINEAR_LOG_PROB:
         (head, further, dtype), wanted = head_operators.Forward.of(node.args), None
         copies = 1 + further.mean
+    elif node.target is head_operators.LINEAR_TOP:
+        head, dtype, wanted, copies = head_operators.Head(*node.args[:6]), node.args[-1], None, 1
+    elif node.target is head_operators.LINEAR_CROSS:
+        head, dtype, wanted, copies = head_operators.Head(*node.args[:6]), node.args[-1], None, 4
     else:
-        call = head_operators.Backward.of(node.args)
+        is_cross = node.target in (head_operators.LINEAR_CROSS_BACKWARD, head_operators.LINEAR_CROSS_BACKWARD_)
+        call = (head_operators.CrossBackward if is_cross else head_operators.Backward).of(node.args)
         head, dtype, wanted = call.head, call.log_sum.meta["val"].dtype, call.wanted
         copies = 1 + (call.of_mean is not None) + (head.outer is not None)
     head = head_operators.Head(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in head))
@@ -172,13 +177,15 @@ def _scratch_of_head(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
     cast = Bytes(columns * width * narrow.itemsize if weight.dtype != narrow else 0)
     # A mean needs probabilities and their logarithms, a soft cap its slopes. Kernels need only the product.
     by_torch = max(copies * dtype.itemsize, dtype.itemsize + rounded)
-    logits = rows.times(columns * (narrow.itemsize if by_kernels.fits(head, dtype) else by_torch)).plus(cast)
+    may_have_kernel = node.target not in head_operators.WITHOUT_KERNELS
+    has_kernel = may_have_kernel and by_kernels.fits(head, dtype)
+    logits = rows.times(columns * (narrow.itemsize if has_kernel else by_torch)).plus(cast)
     if wanted is None or narrow == wide:
         return [logits]
     # Products with the logits' gradient are rounded, then added to sums of a wider dtype.
     both = narrow.itemsize + wide.itemsize
     gradient, sums = rows.times(columns * narrow.itemsize), rows.times(width * wide.itemsize)
-    if node.target is head_operators.LINEAR_LOG_PROB_BACKWARD and wanted.weight:
+    if node.target in head_operators.IN_PLACE and wanted.weight:
         sums = sums.plus(Bytes(vocabulary * width * wide.itemsize))
     products = (rows.times(width * both).plus(cast), Bytes(columns * width * both))
     return [sums.plus(logits), *(sums.plus(gradient).plus(product) for product in products)]

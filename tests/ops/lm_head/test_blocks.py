@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from dta_compile.ops.lm_head import operators as head_operators
 from dta_compile.ops.lm_head.blocks import linear_log_prob
-from dta_compile.ops.lm_head.operators import LINEAR_LOG_PROB
+from dta_compile.ops.lm_head.operators import LINEAR_LOG_PROB, LINEAR_TOP
 from tests.support.tiny import VOCABULARY
 
 
@@ -45,6 +45,8 @@ def blockwise(hidden, weight, bias, temperature, labels, outer=None):
     if best.numel():
         logits = dense(hidden, weight, bias, temperature, torch.arange(len(weight)).expand(len(hidden), -1), outer)[1]
         assert logits.isnan().any() or torch.equal(best, logits.argmax(-1))
+        top = LINEAR_TOP(*operands, 9, torch.float64)  # more than a block has
+        assert logits.isnan().any() or torch.equal(logits.gather(1, top), logits.topk(9, 1).values)
     return log_prob, logit, largest + log_sum, log_sum - mean, total + len(weight) * largest
 
 
@@ -78,6 +80,7 @@ def test_the_operator_is_well_formed():
     hidden, weight = torch.randn(4, 5, requires_grad=True), torch.randn(VOCABULARY, 5, requires_grad=True)
     arguments = (hidden, weight, None, None, torch.tensor([[1], [30], [6], [7]]), torch.tensor(0.1))
     torch.library.opcheck(LINEAR_LOG_PROB, (*arguments, [True, True, False], torch.float32))
+    torch.library.opcheck(LINEAR_TOP, (*arguments, 3, torch.float32))
 
 
 def test_extreme_logits():

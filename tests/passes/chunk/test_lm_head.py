@@ -11,7 +11,13 @@ from torch import nn
 
 from dta_compile.ops.lm_head import by_kernels
 from dta_compile.ops.lm_head import operators as head_operators
-from dta_compile.ops.lm_head.operators import LINEAR_LOG_PROB, LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_
+from dta_compile.ops.lm_head.operators import (
+    LINEAR_CROSS_BACKWARD,
+    LINEAR_CROSS_BACKWARD_,
+    LINEAR_LOG_PROB,
+    LINEAR_LOG_PROB_BACKWARD,
+    LINEAR_LOG_PROB_BACKWARD_,
+)
 from dta_compile.passes.memory.working_memory import working_memory
 from dta_compile.passes.sealing.emit import emit
 from tests.support.chunk_graphs import Run, allocations, nodes_of, peak
@@ -212,6 +218,29 @@ def distilled(logits, labels):
     return (teacher.exp() * (teacher - log)).sum(-1), (student.exp() * (student - teacher)).sum(-1)
 
 
+def replayed(logits, labels):
+    """Renormalised over the entries that a sampler kept (top-p, top-k), as ids of which -1 is no entry."""
+    kept = (labels[..., None] + torch.arange(6)) % VOCABULARY
+    kept = torch.where(torch.arange(6) > (labels % 5)[..., None], -1, kept)
+    hot = logits / 0.7
+    among = hot.gather(-1, kept.clamp(min=0)).masked_fill(kept < 0, -torch.inf)
+    return gathered(hot, labels) - among.logsumexp(-1)
+
+
+def largest(logits, labels):
+    """Renormalised over a sampler's largest entries, hidden ones among them; the largest of all, in two spellings."""
+    hot = logits / 0.7
+    top, (best, index) = hot.topk(4, -1), hot.softmax(-1).max(-1)
+    kept = (
+        hot.log_softmax(-1)
+        .topk(4, dim=-1)
+        .values.masked_fill(torch.arange(4) > (labels % 3 + 1)[..., None], -torch.inf)
+    )
+    held = (top.indices == labels[..., None]).any(-1) | (index == labels)
+    by_token = hot.transpose(1, 2).max(1, keepdim=True).values[:, 0]
+    return gathered(hot, labels) - top.values.logsumexp(-1), kept.logsumexp(-1) * held.double(), best + by_token
+
+
 def several_labels(logits, labels):
     log = logits.log_softmax(-1)
     pairs = log.gather(-1, torch.stack([labels, (labels + 1) % VOCABULARY], -1))
@@ -225,7 +254,7 @@ SPELLINGS = [
 SEVERAL = {
     both: 2, temperature: 2, temperature_tensor: 2, temperature_of_the_token: 2, two_temperatures: 2,
     entropy_without_gradient: 2, several_labels: 4, soft_cap: 2, soft_cap_of_the_token: 2, smoothed: 3,
-    greedy_tokens: 3, distilled: 2,
+    greedy_tokens: 3, distilled: 2, largest: 3, replayed: 1,
 }  # fmt: skip
 
 
@@ -235,6 +264,7 @@ TOGETHER = {
     "entropies": ([entropy, entropy_of_softmax, entropy_by_logsumexp, entropy_normalised, both], 1),
     "capped": ([soft_cap, soft_cap_of_the_token], 2),
     "further": ([smoothed, greedy_tokens, distilled], 1),
+    "largest": ([largest, replayed], 1),
     "scaled": ([temperature, multiplied, temperature_tensor, temperature_of_the_token, two_temperatures], 5),
 }
 
@@ -250,7 +280,7 @@ def test_spellings_side_by_side(model, name):
     outputs = sum(SEVERAL.get(spelling, 1) for spelling in spellings)
     program = compare(model, side_by_side, outputs=outputs)
     assert_no_logits(program, heads)
-    assert any(node.args[6][0] for node in heads_of(program)) == (name not in ("log-probs", "further"))
+    assert any(node.args[6][0] for node in heads_of(program)) == (name not in ("log-probs", "further", "largest"))
 
 
 ALONE = {log_softmax, two_temperatures, entropy_without_gradient}
@@ -264,7 +294,7 @@ ALONE = {log_softmax, two_temperatures, entropy_without_gradient}
 def test_spellings(model, spelling):
     program = compare(model, spelling, outputs=SEVERAL.get(spelling, 1))
     assert_no_logits(program, heads=2 if spelling is two_temperatures else 1)
-    without = {several_labels, smoothed, greedy_tokens, distilled, *SPELLINGS}
+    without = {several_labels, smoothed, greedy_tokens, distilled, largest, replayed, *SPELLINGS}
     without -= {entropy, entropy_of_softmax, entropy_by_logsumexp, entropy_normalised}
     assert any(node.args[6][0] for node in heads_of(program)) == (spelling not in without)
 
@@ -462,7 +492,7 @@ class WithTemperature(BareLM):
 
 LEFT_ALONE = {
     "smallest entry": (BareLM, lambda z, y: (log_softmax(z, y), (-z.log_softmax(-1)).argmax(-1).double())),
-    "largest logits": (BareLM, lambda z, y: (log_softmax(z, y), z.topk(2, -1).values[..., 1])),
+    "largest logits": (BareLM, lambda z, y: (log_softmax(z, y), z.sort(-1).values[..., -2])),
     "a soft cap twice": (BareLM, lambda z, y: both(((z / 30).tanh() * 30).tanh(), y)),
     "mean of probabilities": (BareLM, lambda z, y: log_softmax(z, y) - 0.1 * z.softmax(-1).mean(-1)),
     "second moment": (BareLM, lambda z, y: (z.log_softmax(-1).exp() * z.log_softmax(-1).pow(2)).sum(-1)),
@@ -509,6 +539,34 @@ def test_logits_that_are_returned_too(model):
     expected = log_softmax(logits, BATCH.extras["labels"])
     torch.testing.assert_close(log_probs[BATCH.valid], expected[BATCH.valid])
     assert not heads_of(inside(compiled).newest.program)
+
+
+class WithTeacher(BareLM):
+    """A student and a teacher, both trained, over the same tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = BareLM(seed=9)
+
+    def forward(self, ids, mask=None):
+        return super().forward(ids, mask) / 0.9, 4 * (self.teacher(ids, mask) / 4).tanh()
+
+
+def divergences(logits, labels):
+    """Kullback-Leibler divergences both ways, and cross entropies, one of them without a gradient of the teacher."""
+    student, teacher = (values.log_softmax(-1) for values in logits)
+    forward = F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1)
+    reverse = -2 * (student.exp() * (teacher - student)).sum(-1, keepdim=True)[..., 0]
+    target = logits[1].detach().softmax(-1).transpose(1, 2)
+    soft = F.cross_entropy(logits[0].transpose(1, 2), target, reduction="none")
+    return forward, reverse, soft, -(student.exp() * teacher).sum(-1)
+
+
+def test_divergences_between_two_models_have_no_logits():
+    program = compare(WithTeacher(), divergences, outputs=4)
+    assert_no_logits(program, heads=0)
+    backward = [node.target for node in nodes_of(program, "backward")]
+    assert backward.count(LINEAR_CROSS_BACKWARD_) == 7 and LINEAR_CROSS_BACKWARD not in backward
 
 
 def test_scoring(model):

@@ -212,9 +212,7 @@ def add_check(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     settings = Settings(_given(arguments.settings), arguments.trainer)
-    settings.require_known(
-        [key.lstrip("+") for key, equals, _ in (w.partition("=") for w in arguments.settings) if equals]
-    )
+    settings.require_known([_name(word) for word in arguments.settings if "=" in word])
     sequences = read_source(arguments.file, read_options(arguments)).sequences
     if not sequences:
         raise OptionError("no sequences to check", where=arguments.file)
@@ -256,17 +254,25 @@ def _cost(variant: Variant, sequences: Sequence[Recorded], ranks: Ranks, argumen
 def _given(words: Sequence[str]) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for word in words:
-        key, separator, value = word.partition("=")
-        given |= {key.lstrip("+"): from_json(AS_JSON.get(value, value))} if separator else _flat(_parsed(word))
+        _, separator, value = word.partition("=")
+        given |= {_name(word): from_json(AS_JSON.get(value, value))} if separator else _flat(_parsed(word))
     return given
 
 
-def _parsed(path: str) -> Any:
+def _name(word: str) -> str:
+    return word.partition("=")[0].lstrip("+")  # Hydra adds what has no default by a plus sign
+
+
+def _parsed(path: str) -> dict[str, Any]:
     yaml = optional("yaml", "reading settings", "pyyaml")  # JSON is YAML
     try:
-        return yaml.safe_load(read_text(path, MOST_BYTES))
+        settings = yaml.safe_load(read_text(path, MOST_BYTES))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise OptionError("settings that cannot be read", where=path, got=str(error)[:200]) from error
+    if not isinstance(settings, dict):
+        expected = "names and values"
+        raise OptionError("settings that cannot be read", where=path, expected=expected, got=type(settings).__name__)
+    return settings
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

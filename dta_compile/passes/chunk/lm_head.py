@@ -52,7 +52,7 @@ def lm_head(program: Program) -> None:
     readings = _without_halves({linear: Reading(linear, trained).reductions for linear in layers})
     _replace_crosses(readings)
     for linear in layers:
-        reductions = readings[linear]
+        reductions = Reading(linear, trained).reductions if readings[linear] else []
         tops = [reduction for reduction in reductions if reduction.node.target in TOPS]
         for top in tops:
             _Fusion(linear, top.meaning.scaling, [top]).replace_top()
@@ -100,13 +100,11 @@ def _without_halves(readings: Readings) -> Readings:
 
 
 def _replace_crosses(readings: Readings) -> None:
-    """Replace sums of products of two layers by one operator, and drop them from the readings."""
-    for node, halves in _crosses(readings).items():
+    """Replace sums over two layers by one operator."""
+    for halves in _crosses(readings).values():
         kinds = next(kinds for kinds in CROSSES if kinds[0] in halves)
         first, second = (_Fusion(halves[k][0], halves[k][1].meaning.scaling, [halves[k][1]]) for k in kinds)
         first.replace_cross(second)
-        for linear, _ in halves.values():
-            readings[linear] = [reduction for reduction in readings[linear] if reduction.node is not node]
 
 
 def _is_large(node: fx.Node) -> bool:

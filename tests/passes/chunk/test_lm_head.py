@@ -553,18 +553,21 @@ class WithTeacher(BareLM):
 
 
 def divergences(logits, labels):
-    """Kullback-Leibler divergences both ways, and cross entropies, one of them without a gradient of the teacher."""
+    """Kullback-Leibler divergences both ways and over the teacher's largest entries, and cross entropies, one of them
+    without a gradient of the teacher."""
     student, teacher = (values.log_softmax(-1) for values in logits)
     forward = F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1)
     reverse = -2 * (student.exp() * (teacher - student)).sum(-1, keepdim=True)[..., 0]
     target = logits[1].detach().softmax(-1).transpose(1, 2)
     soft = F.cross_entropy(logits[0].transpose(1, 2), target, reduction="none")
-    return forward, reverse, soft, -(student.exp() * teacher).sum(-1)
+    top = teacher.topk(4, -1)
+    largest = (top.values.exp() * (top.values - student.gather(-1, top.indices))).sum(-1)
+    return forward, reverse, soft, -(student.exp() * teacher).sum(-1), largest
 
 
 def test_divergences_between_two_models_have_no_logits():
-    program = compare(WithTeacher(), divergences, outputs=4)
-    assert_no_logits(program, heads=0)
+    program = compare(WithTeacher(), divergences, outputs=5)
+    assert_no_logits(program, heads=2)
     backward = [node.target for node in nodes_of(program, "backward")]
     assert backward.count(LINEAR_CROSS_BACKWARD_) == 7 and LINEAR_CROSS_BACKWARD not in backward
 

@@ -210,8 +210,14 @@ def test_equal_sounds_are_encoded_once():
     config = transformers.Qwen2_5OmniThinkerConfig(
         **FAMILIES["qwen2_5_vl"][1],
         audio_config={
-            "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 32,
-            "num_mel_bins": 8, "max_source_positions": 100, "n_window": 4, "output_dim": 32,
+            "d_model": 32,
+            "encoder_layers": 1,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 32,
+            "num_mel_bins": 8,
+            "max_source_positions": 100,
+            "n_window": 4,
+            "output_dim": 32,
         },
         audio_token_id=SOUND,
         audio_start_token_id=95,

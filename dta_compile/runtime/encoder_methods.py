@@ -99,18 +99,15 @@ class Batch:
 
     def kinds(self) -> tuple[list[int], list[int]]:
         """Return the first unit of each kind of equal content, and by unit its kind: see `distinct`."""
-        own = [sizes for sizes in self.sizes if sizes is not None]
-        if all(len(tensor) == self.count for tensor, sizes in zip(self.tensors, self.sizes, strict=True) if sizes):
-            return distinct([tensor for tensor, sizes in zip(self.tensors, self.sizes, strict=True) if sizes])
+        own = [(number, sizes) for number, sizes in enumerate(self.sizes) if sizes is not None]
         of_size: dict[tuple[int, ...], list[int]] = {}
         for index in range(self.count):
-            of_size.setdefault(tuple(sizes[index] for sizes in own), []).append(index)
+            of_size.setdefault(tuple(sizes[index] for _, sizes in own), []).append(index)
         leaders = list(range(self.count))
         for units in of_size.values():
-            parts = zip(*(self.unit(index) for index in units), strict=True)
-            first, kinds = distinct(
-                [torch.stack(part) for part, sizes in zip(parts, self.sizes, strict=True) if sizes is not None]
-            )
+            selected = self.selected(units)
+            values = [selected[number].unflatten(0, (len(units), sizes[units[0]])) for number, sizes in own]
+            first, kinds = distinct(values)
             for index, kind in zip(units, kinds, strict=True):
                 leaders[index] = units[first[kind]]
         found = list(dict.fromkeys(leaders))

@@ -26,7 +26,7 @@ def _fresh_compiler():
     torch.compiler.reset()
 
 
-def check(name, compiled, model, rows, more=lambda call: {}):
+def check(name, compiled, model, rows, more=lambda call: {}, tolerance=FLOAT32_ISLANDS):
     """Compare a step over all rows with eager steps over each; return the notes of its plan."""
     call = inputs(name, rows)
     number = torch.arange(len(rows))[:, None].expand(call["input_ids"].shape)
@@ -37,9 +37,7 @@ def check(name, compiled, model, rows, more=lambda call: {}):
         return run(**of_part, **more(of_part), use_cache=False).logits
 
     loss = random_loss(batch, V)
-    assert_equal(
-        measure(compiled, model, batch, loss, forward), reference(model, batch, loss, forward), FLOAT32_ISLANDS
-    )
+    assert_equal(measure(compiled, model, batch, loss, forward), reference(model, batch, loss, forward), tolerance)
     plan = dta_compile.last_plan(compiled)
     return plan, " ".join(plan.estimates.notes)
 
@@ -79,7 +77,9 @@ def test_arrangements_of_images(name, tower):
         ([[5, 6, 7, 8, 4, 4, 4], [5, 6, 7, 9, 3], [5, 6, 2]], 0, 0),
         (ROWS, 6, 3),
     ):
-        _, notes = check(name, compiled, model, rows)
+        # Features of Gemma 4 are in float32, and so is the sum of their gradients over all tokens.
+        tolerance = FLOAT32_ISLANDS * (2 if name == "gemma4" else 1)
+        _, notes = check(name, compiled, model, rows, tolerance=tolerance)
         assert (f"{images} images (or other media), {different} different" in notes) == (images > 0)
 
 

@@ -13,6 +13,7 @@ import gc
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -83,13 +84,18 @@ def _growth(method: str, workload: Workload, threads: int) -> int:
     warm_up, step = prepare(tiny(workload.vocabulary)), prepare(workload)
     for _ in range(2):
         warm_up.run()
+    return growth(model, step.run)
+
+
+def growth(model: torch.nn.Module, step: Callable[[], object]) -> int:
+    """Return the bytes that two steps add to resident memory at their peak; gradients are counted as there before."""
     model.zero_grad(set_to_none=False)
     _give_back_freed_memory()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM is now VmRSS
     before = _status_bytes("VmRSS")
     for _ in range(2):
         model.zero_grad(set_to_none=False)
-        step.run()
+        step()
     return _status_bytes("VmHWM") - before
 
 

@@ -17,11 +17,10 @@ import numpy as np
 from dta_compile.data import ReadOptions, Recorded, Recording, read
 from dta_compile.data.recorded import LOSSES, TURNS
 from dta_compile.data.tokenizer import from_json
-from dta_compile.errors import OptionError, PlanError
+from dta_compile.errors import OptionError
+from dta_compile.estimate.predict import tree_of
 from dta_compile.files import write_output
 from dta_compile.options import MOST_BYTES, as_bytes
-from dta_compile.plan import PrefixTree
-from dta_compile.plan.tree.split_prefixes import with_keys
 
 Number = TypeVar("Number", int, float)
 MOST = 2**62  # largest count that an argument may have
@@ -93,8 +92,8 @@ def write(target: str, text: str) -> None:
 
 
 FILE = (
-    "a rollout file (.npz), JSON lines (token ids, objects with tokens and routes, chat transcripts, verl's dumps), "
-    "parquet (TRL's completions), a folder of these or of datasets' save_to_disk, or - for stdin"
+    "a rollout file (.npz), JSON lines (token ids, objects with tokens, routes and images, chat transcripts, verl's "
+    "dumps), parquet (TRL's completions), a folder of these or of datasets' save_to_disk, or - for stdin"
 )
 
 
@@ -151,23 +150,3 @@ def leaves_only(sequences: list[Recorded]) -> list[Recorded]:
     tree = tree_of(sequences)
     is_leaf = np.isin(tree.end_node, tree.leaves)
     return [sequence for sequence, leaf in zip(sequences, is_leaf.tolist(), strict=True) if leaf]
-
-
-def tree_of(sequences: list[Recorded]) -> PrefixTree:
-    """Build the prefix tree of sequences; rows are shared only where recorded routes agree."""
-    tokens, routes = [sequence.tokens for sequence in sequences], routes_of(sequences)
-    return PrefixTree.build(tokens) if routes is None else with_keys(tokens, routes)[0]
-
-
-def routes_of(sequences: list[Recorded]) -> list[Any] | None:
-    """Return the routes of all sequences, or None if none were recorded.
-
-    Raises:
-        PlanError: only some of the sequences have routes.
-    """
-    if all(sequence.routes is None for sequence in sequences):
-        return None
-    missing = [number for number, sequence in enumerate(sequences) if sequence.routes is None]
-    if missing:
-        raise PlanError("routes are there for some sequences only", got=f"none for sequence {missing[0]}")
-    return [sequence.routes for sequence in sequences]

@@ -27,7 +27,6 @@ from dta_compile.cli.arguments import (
     message,
     read_options,
     read_source,
-    routes_of,
     size,
     visible,
     whole,
@@ -42,7 +41,7 @@ from dta_compile.data import Recorded, Recording
 from dta_compile.divergence import find_losses
 from dta_compile.errors import DTAError, OptionError, PlanError
 from dta_compile.estimate.devices import DEVICES, device_named
-from dta_compile.estimate.predict import OPTIMIZERS, Ranks, model_shape, plan_on
+from dta_compile.estimate.predict import OPTIMIZERS, Ranks, keys_of, model_shape, plan_on
 from dta_compile.options import CHOICES, MOST_CHUNK_TOKENS, Options
 from dta_compile.plan import Plan, plan
 from dta_compile.plan.schedule import MODES, Anchor, Forward
@@ -194,6 +193,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.html:
         facts = {"title": _name(arguments.file), "device": device, **_page_facts(recording)}
         facts["sequences"] = [sequence.tokens for sequence in recording.sequences]
+        facts["images"] = keys_of(recording.sequences).get("images")
         batch_plan.to_html(arguments.html, **facts)
         written = Path(arguments.html)
         print(f"{visible(str(written.resolve()))}: {written.stat().st_size / 1e6:.1f} MB, opens in a browser from disk")
@@ -208,8 +208,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _make_plan(sequences: list[Recorded], arguments: argparse.Namespace) -> Plan:
     names = ("mode", "chunk_size", "strategy", "order", "memory_budget", "bytes_per_token", "kv_bytes_per_token")
-    options = {name: getattr(arguments, name) for name in names}
-    return plan([sequence.tokens for sequence in sequences], routes=routes_of(sequences), **options)
+    options = {name: getattr(arguments, name) for name in names} | keys_of(sequences)
+    return plan([sequence.tokens for sequence in sequences], **options)
 
 
 def _plan_on_device(sequences: list[Recorded], arguments: argparse.Namespace) -> tuple[Plan, tuple[str, float, float]]:

@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dta_compile.cli.arguments import read_options, read_source, tree_of, visible, whole
+from dta_compile.cli.arguments import read_options, read_source, visible, whole
 from dta_compile.data import Recorded
 from dta_compile.errors import OptionError
+from dta_compile.estimate.predict import tree_of
 from dta_compile.plan import Plan, PrefixTree
 
 ARRANGEMENTS = ("file", "shuffled", "length", "prefix")

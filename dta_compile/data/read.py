@@ -42,7 +42,7 @@ def read(path: str, options: ReadOptions | None = None) -> Recording:
     """Read the token sequences of a file or folder; "-" is standard input.
 
     Supported are rollout files (`.npz`, see `load_rollouts`); JSON lines of token ids, of objects with `tokens` (and
-    `routes`, `spans`, `loss_mask`, ...), of chat transcripts (`messages`, optionally `tools`) and of prompts with
+    `routes`, `images`, `spans`, ...), of chat transcripts (`messages`, optionally `tools`) and of prompts with
     completions, like verl's dumps; parquet files with such columns, like TRL's completions; folders written by
     `datasets.save_to_disk`; and folders of such files.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ class Recorded:
         turn: number of the sequence's last turn within its trajectory; None: unknown.
         reward: reward of the trajectory; None: unknown.
         name: display name; None: unnamed.
+        images: `(start, stop, image)` of the placeholder tokens of each image, whose `image` says which are equal.
     """
 
     tokens: Any
@@ -34,6 +35,7 @@ class Recorded:
     turn: int | None = None
     reward: float | None = None
     name: str | None = None
+    images: Sequence[tuple[int, int, int | str]] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)

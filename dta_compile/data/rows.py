@@ -35,7 +35,8 @@ MOST_ID, FINITE = 2**63, sys.float_info.max  # exclusive bound of token ids; inc
 IGNORED_LABEL = -100  # ignore_index of torch's cross-entropy
 
 EXPECTED = (
-    "token ids such as [151644, 8948, 198], or an object with tokens (and routes), messages, or prompt and completion"
+    "token ids such as [151644, 8948, 198], or an object with tokens (and routes, images), messages, or prompt and "
+    "completion"
 )
 
 
@@ -123,9 +124,10 @@ class RowReader:
 
 
 def _of_tokens(row: dict[str, Any], key: str, where: str) -> Recorded:
-    """Read token ids with routes, masks and labels; drop the padding marked by `attention_mask`."""
+    """Read token ids with routes, images, masks and labels; drop the padding marked by `attention_mask`."""
     tokens, facts = _ids(row[key], where), _facts(row, where)
     routes = None if row.get("routes") is None else _routes(row["routes"], len(tokens), where)
+    images = _images(row, len(tokens), where)
     spans = None
     if row.get("spans") is not None:
         spans = _spans(row["spans"], len(tokens), where)
@@ -139,7 +141,8 @@ def _of_tokens(row: dict[str, Any], key: str, where: str) -> Recorded:
             spans = spans_of_mask(Recorded(tokens, spans=spans).loss_mask()[real])
         tokens = np.asarray(tokens, np.int64)[real]
         routes = None if routes is None else routes[real]
-    return Recorded(tokens, routes, spans=spans, **facts)
+        images = tuple((int(real[:start].sum()), int(real[:stop].sum()), image) for start, stop, image in images)
+    return Recorded(tokens, routes, spans=spans, images=images, **facts)
 
 
 def _of_token_pair(row: dict[str, Any], pair: tuple[str, str], where: str) -> Recorded:
@@ -147,12 +150,13 @@ def _of_token_pair(row: dict[str, Any], pair: tuple[str, str], where: str) -> Re
     spans: tuple[tuple[int, int], ...] = ((len(before), len(before) + len(after)),)
     name = _first(row, LOSS_MASKS)
     if name is not None:
-        both = len(before) + len(after)
-        whole = isinstance(row[name], list) and len(row[name]) == both
-        mask = np.zeros(both, bool)
-        mask[0 if whole else len(before) :] = _beside(row, name, both if whole else len(after), where) > 0
+        tokens = len(before) + len(after)
+        whole = isinstance(row[name], list) and len(row[name]) == tokens
+        mask = np.zeros(tokens, bool)
+        mask[0 if whole else len(before) :] = _beside(row, name, tokens if whole else len(after), where) > 0
         spans = spans_of_mask(mask)
-    return Recorded([*before, *after], spans=spans, **_facts(row, where))
+    both = [*before, *after]
+    return Recorded(both, spans=spans, images=_images(row, len(both), where), **_facts(row, where))
 
 
 def _facts(row: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -217,6 +221,19 @@ def _spans(value: Any, tokens: int, where: str) -> tuple[tuple[int, int], ...]:
     if not all(isinstance(pair, list) and len(pair) == 2 and _ascends([0, *pair, tokens]) for pair in pairs):
         raise _bad("spans do not fit the tokens", where, f"pairs [start, stop] within [0, {tokens}]", value)
     return tuple((start, stop) for start, stop in pairs)
+
+
+def _images(row: dict[str, Any], tokens: int, where: str) -> tuple[tuple[int, int, int | str], ...]:
+    value = row.get("images")
+    if not isinstance(value, (list, type(None))) or not all(_is_image(image, tokens) for image in value or ()):
+        expected = f'"images": [start, stop, name or number] of each, with its tokens within [0, {tokens}]'
+        raise _bad("images do not say which tokens are theirs", where, expected, value)
+    return tuple((start, stop, image) for start, stop, image in value or ())
+
+
+def _is_image(value: Any, tokens: int) -> bool:
+    is_triple = isinstance(value, list) and len(value) == 3 and type(value[2]) in (int, str)
+    return is_triple and _ascends([0, *value[:2], tokens]) and value[0] < value[1]
 
 
 def _ascends(values: list[Any]) -> bool:

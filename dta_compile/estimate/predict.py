@@ -15,7 +15,7 @@ import numpy as np
 
 from dta_compile.data import Recorded
 from dta_compile.data.tables import optional
-from dta_compile.errors import OptionError
+from dta_compile.errors import OptionError, PlanError
 from dta_compile.estimate.devices import ATTENTION_SHARE, BANDWIDTH_SHARE, CALIBRATED, MATMUL_SHARE, Device
 from dta_compile.options import Options
 from dta_compile.plan import (
@@ -35,6 +35,7 @@ from dta_compile.plan.cost import BUDGET_SHARE, BY_CHUNKS, BY_STAGES, chunk_size
 from dta_compile.plan.schedule import SWEEPS
 from dta_compile.plan.simulate import causal_pairs
 from dta_compile.plan.tree.prefix_tree import IntArray
+from dta_compile.plan.tree.split_prefixes import Images, with_keys
 
 NUMBER, SUM = 2, 4  # bytes of a 16-bit weight, activation or gradient, and of a float32 sum of gradients
 LAYERS_OF_DEFAULTS = 28  # layers of the model whose launch costs `CostModel.of_gpu` has
@@ -255,11 +256,32 @@ def _largest(sequences: Sequence[Recorded], count: int) -> list[Recorded]:
     if count == 1:
         return list(sequences)
     groups = [[sequences[i] for i in group] for group in balance([sequence.tokens for sequence in sequences], count)]
-    return max(groups, key=lambda group: _tree(group).num_rows)
+    return max(groups, key=lambda group: tree_of(group).num_rows)
 
 
-def _tree(sequences: Sequence[Recorded]) -> PrefixTree:
-    return PrefixTree.build([sequence.tokens for sequence in sequences])
+def tree_of(sequences: Sequence[Recorded]) -> PrefixTree:
+    """Build the prefix tree of sequences; tokens are shared only where recorded routes and images agree."""
+    tokens, keys = [sequence.tokens for sequence in sequences], keys_of(sequences)
+    if not keys:
+        return PrefixTree.build(tokens)
+    return with_keys(tokens, keys.get("routes"), Images.of(keys["images"]) if "images" in keys else None)[0]
+
+
+def keys_of(sequences: Sequence[Recorded]) -> dict[str, list[Any]]:
+    """Return the routes and images of all sequences, if any were recorded, as arguments of `plan`.
+
+    Raises:
+        PlanError: only some of the sequences have routes.
+    """
+    keys: dict[str, list[Any]] = {}
+    if any(sequence.images for sequence in sequences):
+        keys["images"] = [sequence.images for sequence in sequences]
+    if any(sequence.routes is not None for sequence in sequences):
+        keys["routes"] = [sequence.routes for sequence in sequences]
+        missing = [number for number, routes in enumerate(keys["routes"]) if routes is None]
+        if missing:
+            raise PlanError("routes are there for some sequences only", got=f"none for sequence {missing[0]}")
+    return keys
 
 
 def _ranks_needed(shape: ModelShape, ranks: Ranks, leanest: Prediction, running: float, usable: float) -> int | None:
@@ -302,7 +324,7 @@ class _Step:
 
     def take(self, sequences: Sequence[Recorded], batches: int) -> None:
         """Set the micro-batch: predictions are for the tree of `sequences`, run `batches` times."""
-        self.tree = _tree(sequences)
+        self.tree = tree_of(sequences)
         self.heads, self.batches = head_starts_of(self.tree, sequences), batches
 
     def held(self, sweep: str) -> float:

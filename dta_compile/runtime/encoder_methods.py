@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,13 +24,12 @@ from dta_compile.errors import RefusalError
 from dta_compile.integrations import checkpoint_flags
 from dta_compile.runtime.encoders import dependence, distinct
 
-logger = logging.getLogger("dta_compile")
-
 TENSOR = "<tensor>"  # stands for a tensor among the constant arguments of a method
 # Largest difference between a unit's features computed alone and with other units, in relation to their norm.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 # Fields of a method's output that hold features, and whether the items of the outermost list are levels, not units.
 FIELDS = (("pooler_output", False), ("deepstack_features", True))
+HIDDEN = "last_hidden_state"  # holds the features of encoders of sounds, alone or as "pooler_output"
 
 Tensors = tuple[torch.Tensor, ...]
 Sizes = Sequence[Sequence[int] | None]
@@ -101,18 +99,15 @@ class Batch:
 
     def kinds(self) -> tuple[list[int], list[int]]:
         """Return the first unit of each kind of equal content, and by unit its kind: see `distinct`."""
-        own = [sizes for sizes in self.sizes if sizes is not None]
-        if all(len(tensor) == self.count for tensor, sizes in zip(self.tensors, self.sizes, strict=True) if sizes):
-            return distinct([tensor for tensor, sizes in zip(self.tensors, self.sizes, strict=True) if sizes])
+        own = [(number, sizes) for number, sizes in enumerate(self.sizes) if sizes is not None]
         of_size: dict[tuple[int, ...], list[int]] = {}
         for index in range(self.count):
-            of_size.setdefault(tuple(sizes[index] for sizes in own), []).append(index)
+            of_size.setdefault(tuple(sizes[index] for _, sizes in own), []).append(index)
         leaders = list(range(self.count))
         for units in of_size.values():
-            parts = zip(*(self.unit(index) for index in units), strict=True)
-            first, kinds = distinct(
-                [torch.stack(part) for part, sizes in zip(parts, self.sizes, strict=True) if sizes is not None]
-            )
+            selected = self.selected(units)
+            values = [selected[number].unflatten(0, (len(units), sizes[units[0]])) for number, sizes in own]
+            first, kinds = distinct(values)
             for index, kind in zip(units, kinds, strict=True):
                 leaders[index] = units[first[kind]]
         found = list(dict.fromkeys(leaders))
@@ -208,7 +203,6 @@ class Encoder(MethodCall):
     Attributes:
         units, runs: how many units the last call of `distinct` had, and how many of them ran.
         is_trained: whether a parameter that makes features requires a gradient, wherever it belongs; as of `learn`.
-        unknown: why equal units share nothing, if units cannot be told apart.
         refusal: why the method cannot run once per distinct unit, known after `learn`.
     """
 
@@ -216,9 +210,9 @@ class Encoder(MethodCall):
         super().__init__(module, method, arguments)
         self.units = self.runs = 0
         self.is_trained = False
-        self.unknown: str | None = None
         self.refusal: RefusalError | None = None
         self._form: Form | None = None
+        self._one_by_one = False  # since the method does not say which features are of which unit
         # By training modes of the modules that the method calls: kinds of units that were compared, up to 2.
         self._looked_at: dict[tuple[bool, ...], int] = {}
 
@@ -254,13 +248,12 @@ class Encoder(MethodCall):
         batch = self._batch(tensors)
         first, kinds = batch.kinds() if batch is not None else ([0], [0])
         self._look(tensors, batch, first, kinds)
-        if self.unknown is not None:
-            batch = None
         with checkpoint_flags.shown(self._modules()):
-            features, lengths = self._features(tensors if batch is None else batch.selected(first))
-        if batch is None:
-            self.units = self.runs = 1
-            return features, torch.arange(len(features[0]), device=features[0].device)
+            if batch is None:
+                features, _ = self._features(tensors)
+                self.units = self.runs = 1
+                return features, torch.arange(len(features[0]), device=features[0].device)
+            features, lengths = self._of_units(batch, first)
         rows = torch.arange(len(features[0])).split(lengths)
         self.units, self.runs = batch.count, len(first)
         return features, torch.cat([rows[kind] for kind in kinds]).to(features[0].device)
@@ -268,8 +261,6 @@ class Encoder(MethodCall):
     @property
     def note(self) -> str:
         """What the last call of `distinct` ran."""
-        if self.unknown:
-            return self.unknown
         return f"{self.name}: {self.units} images (or other media), {self.runs} different and encoded"
 
     def learn(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -277,11 +268,11 @@ class Encoder(MethodCall):
         no_batch_norm, trial = _training_without_batch_norm(self.module), _Trial(self.module)
         with no_batch_norm, _called(self.module) as called, trial, _Weights() as reads:
             output = self.run(tensors)
-        fields = tuple(
-            (name, _form(getattr(output, name), has_levels))
-            for name, has_levels in FIELDS
-            if getattr(output, name, None) is not None
-        )
+        values = [(name, getattr(output, name, None), has_levels) for name, has_levels in FIELDS]
+        hidden = getattr(output, HIDDEN, None)
+        if hidden is values[0][1] or all(value is None for _, value, _ in values):
+            values.append((HIDDEN, hidden, False))
+        fields = tuple((name, _form(value, has_levels)) for name, value, has_levels in values if value is not None)
         outermost = [name for name in called if not any(name.startswith(f"{other}.") for other in called)]
         leaves = [leaf for name, form in fields for leaf in _leaves(getattr(output, name), form)]
         widths = tuple((leaf.shape[-1], leaf.dtype, leaf.device) for leaf in leaves)
@@ -292,6 +283,7 @@ class Encoder(MethodCall):
         weights = tuple(name for name, weight in named if id(weight) in others)
         self.is_trained = any(weight.requires_grad for weight in (reads.weights | inside).values())
         self._form = Form(type(output), fields, widths, tuple(outermost), weights)
+        self._one_by_one = bool(fields) and fields[0][1] == ("tensor", 0)
         self.refusal = self._refusal_of(trial.is_random, self._modules())
 
     def _features(self, tensors: Sequence[torch.Tensor]) -> tuple[Tensors, list[int]]:
@@ -300,6 +292,16 @@ class Encoder(MethodCall):
         leaves = [leaf for name, form in self.form.fields for leaf in _leaves(getattr(output, name), form)]
         entries = getattr(output, self.form.fields[0][0])
         return tuple(leaves), [entry.numel() // entry.shape[-1] for entry in entries]
+
+    def _of_units(self, batch: Batch, units: Sequence[int]) -> tuple[Tensors, list[int]]:
+        """Encode some of the units; return their features, and how many of them each unit has."""
+        if not self._one_by_one:
+            features, lengths = self._features(batch.selected(units))
+            if len(lengths) == len(units):
+                return features, lengths
+            self._one_by_one = True
+        alone = [self._features(batch.selected([unit]))[0] for unit in units]
+        return tuple(map(torch.cat, zip(*alone, strict=True))), [len(features[0]) for features in alone]
 
     def _modules(self) -> list[nn.Module]:
         return [self.module.get_submodule(name) for name in self.form.modules]
@@ -313,7 +315,7 @@ class Encoder(MethodCall):
         is_passed_on = any(tensor.dim() for name, tensor in zip(names, tensors, strict=True) if not name)
         # Equal tensors that require gradients have gradients of their own.
         is_shared = any(tensor.dim() == 0 or tensor.requires_grad for tensor in own.values())
-        if self.unknown is not None or not own or is_list or is_passed_on or is_shared:
+        if not own or is_list or is_passed_on or is_shared:
             return None
         count, rows = len(next(iter(own.values()))), []
         grid = next((tensor for name, tensor in own.items() if name.endswith("grid_thw")), None)
@@ -364,15 +366,8 @@ class Encoder(MethodCall):
 
     def _compare(self, batch: Batch, together: Tensors, first: Sequence[int], kinds: Sequence[int]) -> None:
         """Compare features of all units with those of every distinct unit alone."""
-        alone: list[Tensors] = []
-        for unit in first:
-            with torch.no_grad():
-                features, lengths = self._features(batch.selected([unit]))
-            alone.append(features)
-            if len(lengths) != 1:
-                self.unknown = f"{self.name} does not say which features are of which image: equal images share nothing"
-                logger.info("dta: %s", self.unknown)
-                return
+        with torch.no_grad():
+            alone = [self._of_units(batch, [unit])[0] for unit in first]
         for level, found in enumerate(together):
             expected = torch.cat([alone[kind][level] for kind in kinds])
             if expected.shape != found.shape or not _is_close(expected, found, TOLERANCES[found.dtype]):
@@ -390,8 +385,8 @@ def _is_batch_norm(part: nn.Module) -> bool:
 
 
 def _is_close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
-    difference = torch.linalg.vector_norm(one.double() - other.double())
-    return bool(difference <= tolerance * torch.linalg.vector_norm(other.double()))
+    one, other = one.double().nan_to_num(), other.double().nan_to_num()
+    return bool(torch.linalg.vector_norm(one - other) <= tolerance * torch.linalg.vector_norm(other))
 
 
 class _Trial:

@@ -14,7 +14,7 @@ from dta_compile.errors import RefusalError
 __all__ = ["Encoder", "Features", "as_table", "distinct", "encode_distinct"]
 
 MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # 2**64 over the golden ratio, as a signed number
-BLOCK = 64  # media that are hashed or compared at a time
+BLOCK = 2**20  # numbers of media that are hashed or compared at a time
 ROUNDING = 1000  # times the precision of the dtype, relative to the largest feature: sums in another order
 
 WHERE = "the encoder in front of the tokens"
@@ -63,9 +63,9 @@ def distinct(media: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
             first.append(i)
         kinds.append(kind)
     leaders = torch.tensor(first)[torch.tensor(kinds)].to(media[0].device)
-    for begin in range(0, len(kinds), BLOCK):
-        block = slice(begin, begin + BLOCK)
-        if not all(torch.equal(value[block], value.index_select(0, leaders[block])) for value in words):
+    for value in words:
+        blocks = zip(value.split(_media_of_block(value)), leaders.split(_media_of_block(value)), strict=True)
+        if not all(torch.equal(block, value.index_select(0, of_block)) for block, of_block in blocks):
             return list(range(len(kinds))), list(range(len(kinds)))  # equal hashes of different media: share nothing
     return first, kinds
 
@@ -76,10 +76,14 @@ def _words(value: torch.Tensor) -> torch.Tensor:
     return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
 
 
+def _media_of_block(words: torch.Tensor) -> int:
+    return max(BLOCK // max(words.shape[1], 1), 1)
+
+
 def _hashes(words: torch.Tensor) -> list[int]:
     # Products modulo 2**64 with odd numbers that depend on the position.
     factors = torch.arange(words.shape[1], device=words.device, dtype=torch.int64) * MULTIPLIER | 1
-    hashes = [(block.to(torch.int64) * factors).sum(1) for block in words.split(BLOCK)]
+    hashes = [(block.to(torch.int64) * factors).sum(1) for block in words.split(_media_of_block(words))]
     numbers: list[int] = torch.cat(hashes).tolist()
     return numbers
 

@@ -155,6 +155,22 @@ def test_a_bad_line_is_named(line, tmp_path, capsys):
     assert line in error
 
 
+def test_a_file_may_have_images(tmp_path, capsys):
+    path = tmp_path / "images.jsonl"
+    rows = [
+        {"tokens": [1, 9, 9, 2], "images": [[1, 3, "a.png"]]},
+        {"input_ids": [0, 1, 9, 9, 3], "attention_mask": [0, 1, 1, 1, 1], "images": [[2, 4, "a.png"]]},
+        {"prompt_ids": [1, 9, 9], "completion_ids": [2], "images": [[1, 3, "b.png"]]},
+        [1, 4],
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert main(["plan", str(path), "--html", str(tmp_path / "page.html")]) == 0
+    for more in ([], ["--leaf-only"]):
+        assert main(["plan", str(path), *more]) == 0
+        shown = capsys.readouterr().out
+        assert "14 tokens, 9 to run" in shown and "3 in the sequences, 2 different, each encoded once" in shown
+
+
 def test_a_file_may_have_routes(tmp_path, capsys):
     path = tmp_path / "routed.jsonl"
     lines = [{"tokens": [1, 2, 3], "routes": [[0, 1], [0, last], [2, 3]]} for last in (1, 2)]

@@ -245,6 +245,8 @@ def test_an_empty_file_has_no_sequences_and_an_empty_folder_is_refused(tmp_path)
         ('{"tokens": [1, 2], "routes": [[0], [true]]}', "routes are not integers of one shape"),
         ('{"tokens": [1, 2], "routes": [[0], [9223372036854775808]]}', "routes are not integers of one shape"),
         ('{"tokens": [1, 2], "routes": [[0]]}', "routes are not integers of one shape"),
+        ('{"tokens": [1, 2], "images": ["a.png"]}', "images do not say which tokens are theirs"),
+        ('{"tokens": [1, 2], "images": [[1, 3, "a.png"]]}', "images do not say which tokens are theirs"),
         ('{"input_ids": [1, 2], "attention_mask": [1, NaN]}', "attention_mask does not fit"),
         ('{"prompt_ids": [1], "completion_ids": [2], "completion_mask": [1, 0, 1]}', "completion_mask does not fit"),
         ('{"prompt_ids": [1], "completion_ids": [2], "completion_mask": ["1"]}', "completion_mask does not fit"),

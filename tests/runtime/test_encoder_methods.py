@@ -96,11 +96,15 @@ def test_images_that_depend_on_more_than_themselves_are_refused(model, why):
         encoder.distinct(*tensors)
 
 
-def test_features_that_do_not_say_their_image_share_nothing():
-    pixels = torch.randn(1, 3, dtype=torch.float64).repeat(3, 1)
-    encoder, tensors = encoder_of(Model(lambda x: x.expand(-1, 2, -1).flatten(0, 1)), {"pixel_values": pixels})
-    assert encoder.distinct(*tensors)[1].tolist() == list(range(6))
-    assert "share nothing" in encoder.note
+def test_images_are_encoded_one_by_one_where_features_do_not_say_their_image():
+    """Features of all images in one tensor (Voxtral), and more entries for an image than one."""
+    pixels = torch.randn(2, 3, dtype=torch.float64)[[0, 1, 0]]
+    twice = lambda x: torch.cat([x, x[:, :1].exp()], 1)  # noqa: E731
+    for make in (lambda x: twice(x).flatten(0, 1), lambda x: [part for image in twice(x) for part in image.split(1)]):
+        encoder, tensors = encoder_of(Model(make), {"pixel_values": pixels})
+        features, rows = encoder.distinct(*tensors)
+        assert rows.tolist() == [0, 1, 2, 3, 0, 1] and "3 images (or other media), 2 different" in encoder.note
+        torch.testing.assert_close(features[0][rows], encoder(*tensors)[0])
 
 
 def test_rows_without_images_and_videos_of_several_frames():

@@ -1,5 +1,8 @@
 """Vision-language models with images, against the eager model on one row at a time."""
 
+import re
+
+import peft
 import pytest
 import torch
 import transformers
@@ -13,6 +16,7 @@ from tests.support.vision import FAMILIES, V, build, inputs
 # Images that are equal, that differ, several in a row, none in a row.
 ROWS = [[5, 6, "a", 7, 8], [5, 6, "a", 7, 9, 3], [5, 6, "b", 7, "a", 9], [5, 6, "b", 7, "c", 9], [5, 6, 4, 4]]
 OTHER_ROWS = [[8, "c", 7], [8, "c", 7, 2, "a"], [8, "c", 3]]
+SOUND = 94  # id of placeholders
 QUICK = ("qwen3_vl", "idefics3", "gemma3")  # the last: tokens of an image attend to each other both ways
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
@@ -22,7 +26,7 @@ def _fresh_compiler():
     torch.compiler.reset()
 
 
-def check(name, compiled, model, rows, more=lambda call: {}):
+def check(name, compiled, model, rows, more=lambda call: {}, tolerance=FLOAT32_ISLANDS):
     """Compare a step over all rows with eager steps over each; return the notes of its plan."""
     call = inputs(name, rows)
     number = torch.arange(len(rows))[:, None].expand(call["input_ids"].shape)
@@ -33,9 +37,7 @@ def check(name, compiled, model, rows, more=lambda call: {}):
         return run(**of_part, **more(of_part), use_cache=False).logits
 
     loss = random_loss(batch, V)
-    assert_equal(
-        measure(compiled, model, batch, loss, forward), reference(model, batch, loss, forward), FLOAT32_ISLANDS
-    )
+    assert_equal(measure(compiled, model, batch, loss, forward), reference(model, batch, loss, forward), tolerance)
     plan = dta_compile.last_plan(compiled)
     return plan, " ".join(plan.estimates.notes)
 
@@ -50,6 +52,37 @@ def test_images_are_encoded_once_and_shared(name):
     assert "6 images (or other media), 3 different" in notes
     assert plan.stats.compression > (1.1 if name == "paligemma" else 1.3)  # shares its prefix as a whole or not at all
     assert "4 images (or other media), 2 different" in check(name, compiled, model, OTHER_ROWS)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tower", ["trained", "frozen", "adapted"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_arrangements_of_images(name, tower):
+    """Images equal in all rows, in some, in none, several a row; `adapted`: LoRA on the encoder and the text model."""
+    model = build(name)
+    of_tower = [part for part in model.named_modules() if re.search("vision|visual", part[0])]
+    if tower == "frozen":
+        for _, part in of_tower:
+            part.requires_grad_(False)
+    if tower == "adapted":
+        layers = [
+            part for part, module in model.named_modules() if isinstance(module, nn.Linear) and "lm_head" not in part
+        ]
+        config = peft.LoraConfig(r=2, target_modules=layers, init_lora_weights=False)
+        model = peft.get_peft_model(model, config).to(torch.float64)
+    compiled = torch.compile(model, backend="dta", options={"chunk_size": 5, "codegen": "eager"})
+    for rows, images, different in (
+        ([[5, 6, 7, 8], [5, 6, 7, 9, 3], [5, 6, 2]], 0, 0),
+        ([[5, "a", 7, 8], [5, "a", 7, 9, 3], [5, "a", 2]], 3, 1),
+        ([[5, 6, 7, 8], [5, 6, "a", 9, 3], [5, 6, "b", 2], [5, 6]], 2, 2),
+        ([[5, "a", 7, "b", 8, "c"], [5, "a", 7, "b", 8, "d"], ["a", 3, "a", 4, "b", 2]], 9, 4),
+        ([[5, 6, 7, 8, 4, 4, 4], [5, 6, 7, 9, 3], [5, 6, 2]], 0, 0),
+        (ROWS, 6, 3),
+    ):
+        # Features of Gemma 4 are in float32, and so is the sum of their gradients over all tokens.
+        tolerance = FLOAT32_ISLANDS * (2 if name == "gemma4" else 1)
+        _, notes = check(name, compiled, model, rows, tolerance=tolerance)
+        assert (f"{images} images (or other media), {different} different" in notes) == (images > 0)
 
 
 @pytest.mark.slow
@@ -172,3 +205,45 @@ def test_counts_of_placeholders_and_features_are_checked():
     for pixels in (call["pixel_values"][:-1], call["pixel_values"].repeat(2, 1, 1, 1)):
         with pytest.raises(RuntimeContractError, match="as many placeholder tokens"):
             compiled(**{**call, "pixel_values": pixels}, use_cache=False)
+
+
+@pytest.mark.slow
+def test_equal_sounds_are_encoded_once():
+    """Of several lengths, by a mask; the encoder gives the features of all sounds in one tensor."""
+    config = transformers.Qwen2_5OmniThinkerConfig(
+        **FAMILIES["qwen2_5_vl"][1],
+        audio_config={
+            "d_model": 32,
+            "encoder_layers": 1,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 32,
+            "num_mel_bins": 8,
+            "max_source_positions": 100,
+            "n_window": 4,
+            "output_dim": 32,
+        },
+        audio_token_id=SOUND,
+        audio_start_token_id=95,
+    )
+    torch.manual_seed(1)
+    model = transformers.Qwen2_5OmniThinkerForConditionalGeneration(config).double().train()
+    compiled = torch.compile(model, backend="dta", options={"chunk_size": 5, "codegen": "eager"})
+    ids = torch.tensor([[5, *[SOUND] * 4, 7, 8], [5, *[SOUND] * 4, 7, 9], [5, SOUND, SOUND, 7, SOUND, SOUND, 2]])
+    mask = torch.arange(16) < torch.tensor([16, 16, 10, 10])[:, None]
+    sounds = torch.randn(3, 8, 16, dtype=torch.float64)[[0, 0, 1, 2]] * mask[:, None]
+    of_row = (slice(0, 1), slice(1, 2), slice(2, 4))
+
+    def forward(run, part):
+        rows = part.extras["row"][:, 0].tolist()
+        own = torch.cat([torch.arange(4)[of_row[row]] for row in rows])
+        call = {"input_ids": ids[rows], "attention_mask": torch.ones_like(ids[rows]), "use_cache": False}
+        return run(**call, input_features=sounds[own], feature_attention_mask=mask[own].long()).logits
+
+    batch = Batch(ids, None, {"row": torch.arange(3)[:, None].expand_as(ids)})
+    loss = random_loss(batch, V)
+    assert_equal(
+        measure(compiled, model, batch, loss, forward), reference(model, batch, loss, forward), FLOAT32_ISLANDS
+    )
+    plan = dta_compile.last_plan(compiled)
+    assert "4 images (or other media), 3 different and encoded" in " ".join(plan.estimates.notes)
+    assert plan.stats.tree_tokens == 7 + 1 + 6

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dta_compile.cli.arguments import add_source, read_options, read_source, tree_of, visible, whole, write
+from dta_compile.cli.arguments import add_source, read_options, read_source, visible, whole, write
 from dta_compile.cli.estimate_command import verdict
 from dta_compile.data import Recorded
 from dta_compile.data.tables import optional
 from dta_compile.data.tokenizer import from_json
 from dta_compile.errors import OptionError
 from dta_compile.estimate.devices import DEVICES, device_named
-from dta_compile.estimate.predict import OPTIMIZERS, SHARDS, Ranks, estimate, model_shape
+from dta_compile.estimate.predict import OPTIMIZERS, SHARDS, Ranks, estimate, model_shape, tree_of
 from dta_compile.files import read_text
 from dta_compile.options import Options
 from dta_compile.plan import balance

@@ -115,7 +115,7 @@ def dta(
     record.engines.append(engine)
     run: Compiled = records.recorded(engine)
     if graph.encoded:
-        run = graph.encoded.calling(run, engine.note)
+        run = graph.encoded.calling(run, engine.note, parsed.memory_budget)
     return keeping(graph.local.calling(run) if graph.local else run, reads_all=False)
 
 

@@ -132,11 +132,14 @@ class EncodedMedia:
     module: fx.GraphModule
     encoders: Sequence[GraphEncoder]
 
-    def calling(self, run: Callable[..., Sequence[Any]], note: Callable[[str], None]) -> Callable[..., Sequence[Any]]:
+    def calling(
+        self, run: Callable[..., Sequence[Any]], note: Callable[[str], None], budget: int | None
+    ) -> Callable[..., Sequence[Any]]:
         """Wrap a callable of the remaining graph as one over the inputs of the captured graph.
 
         Args:
             note: is given a sentence on what each encoder ran, after each call.
+            budget: for `EncoderCalls` alone, as a trace may not hold for other numbers of media.
         """
         proven: set[GraphEncoder] = set()
 

@@ -51,16 +51,19 @@ class EncoderCalls:
     read: int
     returned: Mapping[int, int]
 
-    def calling(self, run: Callable[..., Sequence[Any]], note: Callable[[str], None]) -> Callable[..., Sequence[Any]]:
+    def calling(
+        self, run: Callable[..., Sequence[Any]], note: Callable[[str], None], budget: int | None
+    ) -> Callable[..., Sequence[Any]]:
         """Wrap a callable of the remaining graph as one over the inputs of the captured graph.
 
         Args:
             note: is given a sentence on what was encoded, after each call.
+            budget: bytes of activations that each encoder may keep; None: by the device's free memory.
         """
 
         def run_encoded(*args: Any) -> Sequence[Any]:
             gather_all()
-            encoders = _Distinct(self.before)
+            encoders = _Distinct(self.before, budget)
             results = encoders.run(*(args[number] for number in self.inputs))
             features, positions = results[: len(self.calls)], results[len(self.calls) :]
             rows = [encoders.rows[call] for call in self.calls]
@@ -78,8 +81,9 @@ class EncoderCalls:
 class _Distinct(fx.Interpreter):
     """Runs encoders once per distinct unit; `rows` are, by call, the rows of the whole batch's features."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: fx.GraphModule, budget: int | None) -> None:
         super().__init__(module)
+        self.budget = budget
         self.rows: dict[fx.Node, torch.Tensor] = {}
         self.notes: list[str] = []
 
@@ -88,7 +92,7 @@ class _Distinct(fx.Interpreter):
             return super().run_node(n)
         (handle, *tensors), _ = self.fetch_args_kwargs_from_env(n)
         encoder = encoder_of(handle)
-        features, self.rows[n] = encoder.distinct(*tensors)
+        features, self.rows[n] = encoder.distinct(*tensors, budget=self.budget)
         if any(value.requires_grad for value in features) and not n.meta["example_value"][0].requires_grad:
             raise RuntimeContractError(
                 "features of images require a gradient, which they did not when the call was compiled",

@@ -19,10 +19,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from dta_compile.errors import RefusalError
 from dta_compile.integrations import checkpoint_flags
 from dta_compile.runtime.encoders import dependence, distinct
+from dta_compile.runtime.measure.budget import default_budget
 
 TENSOR = "<tensor>"  # stands for a tensor among the constant arguments of a method
 # Largest difference between a unit's features computed alone and with other units, in relation to their norm.
@@ -79,6 +81,11 @@ class Batch:
     tensors: Tensors
     sizes: Sizes
     count: int
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """The rows of each unit in the first argument that has some."""
+        return next(sizes for sizes in self.sizes if sizes is not None)
 
     def unit(self, index: int) -> Tensors:
         """Return the parts of all arguments that belong to a unit, as views."""
@@ -201,18 +208,19 @@ class Encoder(MethodCall):
     """A method of a model that makes features of images (or videos, or sounds), with its constant arguments.
 
     Attributes:
-        units, runs: how many units the last call of `distinct` had, and how many of them ran.
+        units, runs, groups: how many units the last call of `distinct` had, how many of them ran, in how many groups.
         is_trained: whether a parameter that makes features requires a gradient, wherever it belongs; as of `learn`.
         refusal: why the method cannot run once per distinct unit, known after `learn`.
     """
 
     def __init__(self, module: nn.Module, method: Callable[..., Any], arguments: Arguments) -> None:
         super().__init__(module, method, arguments)
-        self.units = self.runs = 0
+        self.units = self.runs = self.groups = 0
         self.is_trained = False
         self.refusal: RefusalError | None = None
         self._form: Form | None = None
         self._one_by_one = False  # since the method does not say which features are of which unit
+        self._bytes_per_row = 0.0  # of what operators return, by rows of the first argument
         # By training modes of the modules that the method calls: kinds of units that were compared, up to 2.
         self._looked_at: dict[tuple[bool, ...], int] = {}
 
@@ -233,8 +241,11 @@ class Encoder(MethodCall):
         """
         return self._features(tensors)[0] if self.form.fields else (tensors[0].new_zeros(0, 1),)
 
-    def distinct(self, *tensors: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    def distinct(self, *tensors: torch.Tensor, budget: int | None = None) -> tuple[Tensors, torch.Tensor]:
         """Encode each distinct unit once; arguments as in a call.
+
+        If the activations of all would need more than `budget` bytes (None: by the free memory), units are encoded in
+        groups that need no more or have one unit, and again in the backward.
 
         Returns:
             the features of distinct units in the order of their first occurrence, and int64 `[n]`: the row among them
@@ -248,12 +259,12 @@ class Encoder(MethodCall):
         batch = self._batch(tensors)
         first, kinds = batch.kinds() if batch is not None else ([0], [0])
         self._look(tensors, batch, first, kinds)
-        with checkpoint_flags.shown(self._modules()):
-            if batch is None:
+        if batch is None:
+            with checkpoint_flags.shown(self._modules()):
                 features, _ = self._features(tensors)
-                self.units = self.runs = 1
-                return features, torch.arange(len(features[0]), device=features[0].device)
-            features, lengths = self._of_units(batch, first)
+            self.units = self.runs = self.groups = 1
+            return features, torch.arange(len(features[0]), device=features[0].device)
+        features, lengths = self._in_groups(batch, self._grouped(batch, first, budget))
         rows = torch.arange(len(features[0])).split(lengths)
         self.units, self.runs = batch.count, len(first)
         return features, torch.cat([rows[kind] for kind in kinds]).to(features[0].device)
@@ -261,7 +272,8 @@ class Encoder(MethodCall):
     @property
     def note(self) -> str:
         """What the last call of `distinct` ran."""
-        return f"{self.name}: {self.units} images (or other media), {self.runs} different and encoded"
+        again = f", in {self.groups} groups that the backward encodes again" if self.groups > 1 else ""
+        return f"{self.name}: {self.units} images (or other media), {self.runs} different and encoded{again}"
 
     def learn(self, tensors: Sequence[torch.Tensor]) -> None:
         """Run the method once without gradients to see what it returns, and which modules and parameters it uses."""
@@ -284,6 +296,8 @@ class Encoder(MethodCall):
         self.is_trained = any(weight.requires_grad for weight in (reads.weights | inside).values())
         self._form = Form(type(output), fields, widths, tuple(outermost), weights)
         self._one_by_one = bool(fields) and fields[0][1] == ("tensor", 0)
+        if batch := self._batch(tuple(tensors)):
+            self._bytes_per_row = reads.returned / sum(batch.rows)
         self.refusal = self._refusal_of(trial.is_random, self._modules())
 
     def _features(self, tensors: Sequence[torch.Tensor]) -> tuple[Tensors, list[int]]:
@@ -302,6 +316,35 @@ class Encoder(MethodCall):
             self._one_by_one = True
         alone = [self._features(batch.selected([unit]))[0] for unit in units]
         return tuple(map(torch.cat, zip(*alone, strict=True))), [len(features[0]) for features in alone]
+
+    def _grouped(self, batch: Batch, units: Sequence[int], budget: int | None) -> list[list[int]]:
+        if not (torch.is_grad_enabled() and self.is_trained) or self._is_checkpointed():
+            return [list(units)]
+        most = default_budget(self.form.widths[0][2]) if budget is None else budget
+        groups, kept = [list(units[:1])], self._bytes_per_row * batch.rows[units[0]]
+        for unit in units[1:]:
+            kept += (size := self._bytes_per_row * batch.rows[unit])
+            if kept > most:
+                groups, kept = [*groups, []], size
+            groups[-1].append(unit)
+        return groups
+
+    def _is_checkpointed(self) -> bool:
+        with checkpoint_flags.shown(self._modules()):
+            parts = (part for module in self._modules() for part in module.modules())
+            return any(getattr(part, checkpoint_flags.FLAG, False) for part in parts)
+
+    def _in_groups(self, batch: Batch, groups: list[list[int]]) -> tuple[Tensors, list[int]]:
+        def encode(units: list[int]) -> tuple[Tensors, list[int]]:
+            with checkpoint_flags.shown(self._modules()):
+                return self._of_units(batch, units)
+
+        self.groups = len(groups)
+        if len(groups) == 1:
+            return encode(groups[0])
+        of_groups = [checkpoint(encode, units, use_reentrant=False, preserve_rng_state=False) for units in groups]
+        features = tuple(map(torch.cat, zip(*(made for made, _ in of_groups), strict=True)))
+        return features, [length for _, lengths in of_groups for length in lengths]
 
     def _modules(self) -> list[nn.Module]:
         return [self.module.get_submodule(name) for name in self.form.modules]
@@ -357,10 +400,11 @@ class Encoder(MethodCall):
         if refusal := self._refusal_of(False, self._modules()):
             raise refusal
         with _Trial(self.module) as trial:
-            together, _ = self._features(tensors)
+            together, lengths = self._features(tensors)
         if refusal := self._refusal_of(trial.is_random, []):
             raise refusal
         if batch is not None:
+            self._one_by_one |= len(lengths) != batch.count
             self._compare(batch, together, first, kinds)
         self._looked_at[mode] = min(len(first), 2)
 
@@ -419,19 +463,26 @@ class _Trial:
 
 
 class _Weights(TorchDispatchMode):
-    """Collect parameters that operators read, and other tensors that require a gradient, by their `id`."""
+    """Collect parameters that operators read, and other tensors that require a gradient, by their `id`.
+
+    `returned` counts bytes of results that are no views: no fewer than autograd keeps.
+    """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
         self.weights: dict[int, torch.Tensor] = {}
+        self.returned = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, nn.Parameter) or (isinstance(value, torch.Tensor) and value.requires_grad):
                 self.weights[id(value)] = value
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if not (isinstance(func, torch._ops.OpOverload) and any(of.alias_info for of in func._schema.returns)):
+            self.returned += sum(value.nbytes for value in tree_leaves(result) if isinstance(value, torch.Tensor))
+        return result
 
 
 @contextlib.contextmanager

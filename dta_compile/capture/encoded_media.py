@@ -133,7 +133,7 @@ class EncodedMedia:
     encoders: Sequence[GraphEncoder]
 
     def calling(
-        self, run: Callable[..., Sequence[Any]], note: Callable[[str], None], budget: int | None
+        self, run: Callable[..., Sequence[Any]], note: Callable[[str, float], None], budget: int | None
     ) -> Callable[..., Sequence[Any]]:
         """Wrap a callable of the remaining graph as one over the inputs of the captured graph.
 
@@ -157,7 +157,7 @@ class EncodedMedia:
                 )
             results = run(*args, *(value for number in sorted(made) for value in made[number]))
             for sentence in notes:
-                note(sentence)
+                note(sentence, 0)
             return results
 
         return run_encoded

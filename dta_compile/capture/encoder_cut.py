@@ -22,7 +22,7 @@ from dta_compile.errors import RuntimeContractError
 from dta_compile.integrations.layer_groups import gather_all
 from dta_compile.ops.feature_tables import TABLE_ROWS
 from dta_compile.passes.program import ancestors, output_node, writes_of
-from dta_compile.runtime.encoder_methods import encoder_of
+from dta_compile.runtime.encoder_methods import Encoder, encoder_of
 from dta_compile.runtime.encoders import as_table
 
 # Calls between an encoder and the use of its features that treat each feature by itself.
@@ -52,12 +52,12 @@ class EncoderCalls:
     returned: Mapping[int, int]
 
     def calling(
-        self, run: Callable[..., Sequence[Any]], note: Callable[[str], None], budget: int | None
+        self, run: Callable[..., Sequence[Any]], note: Callable[[str, float], None], budget: int | None
     ) -> Callable[..., Sequence[Any]]:
         """Wrap a callable of the remaining graph as one over the inputs of the captured graph.
 
         Args:
-            note: is given a sentence on what was encoded, after each call.
+            note: is given a sentence on what was encoded and the bytes that it keeps, after each call.
             budget: bytes of activations that each encoder may keep; None: by the device's free memory.
         """
 
@@ -71,8 +71,8 @@ class EncoderCalls:
             outputs = list(run(*args, *(value for pair in pairs for value in pair), *positions))
             for number, i in self.returned.items():
                 outputs[number] = as_table(features[i])[rows[i]].reshape(-1, *features[i].shape[1:])
-            for sentence in encoders.notes:
-                note(sentence)
+            for encoder in encoders.ran:
+                note(encoder.note, encoder.kept_bytes)
             return outputs
 
         return run_encoded
@@ -85,7 +85,7 @@ class _Distinct(fx.Interpreter):
         super().__init__(module)
         self.budget = budget
         self.rows: dict[fx.Node, torch.Tensor] = {}
-        self.notes: list[str] = []
+        self.ran: list[Encoder] = []
 
     def run_node(self, n: fx.Node) -> Any:
         if n.target is not encode:
@@ -100,7 +100,7 @@ class _Distinct(fx.Interpreter):
                 got=f"others, which {encoder.name} reads",
                 hint="register them in the model, or call torch.compiler.reset() after requires_grad_()",
             )
-        self.notes.append(encoder.note)
+        self.ran.append(encoder)
         return features
 
 

@@ -32,6 +32,9 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the arguments; a parser of a subcommand leaves none to `dta`, whose help does not list them."""
         namespace, rest = super().parse_known_args(args, namespace)
+        if hasattr(namespace, "settings") and not any(word.startswith("-") for word in rest):
+            # argparse takes arguments of any number up to the first option only.
+            namespace.settings, rest = [*namespace.settings, *rest], []
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         return namespace, rest

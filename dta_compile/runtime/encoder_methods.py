@@ -209,6 +209,7 @@ class Encoder(MethodCall):
 
     Attributes:
         units, runs, groups: how many units the last call of `distinct` had, how many of them ran, in how many groups.
+        kept_bytes: about the activations of the last call that are kept at a time.
         is_trained: whether a parameter that makes features requires a gradient, wherever it belongs; as of `learn`.
         refusal: why the method cannot run once per distinct unit, known after `learn`.
     """
@@ -216,6 +217,7 @@ class Encoder(MethodCall):
     def __init__(self, module: nn.Module, method: Callable[..., Any], arguments: Arguments) -> None:
         super().__init__(module, method, arguments)
         self.units = self.runs = self.groups = 0
+        self.kept_bytes = 0.0
         self.is_trained = False
         self.refusal: RefusalError | None = None
         self._form: Form | None = None
@@ -318,15 +320,19 @@ class Encoder(MethodCall):
         return tuple(map(torch.cat, zip(*alone, strict=True))), [len(features[0]) for features in alone]
 
     def _grouped(self, batch: Batch, units: Sequence[int], budget: int | None) -> list[list[int]]:
+        self.kept_bytes = 0.0
         if not (torch.is_grad_enabled() and self.is_trained) or self._is_checkpointed():
             return [list(units)]
         most = default_budget(self.form.widths[0][2]) if budget is None else budget
-        groups, kept = [list(units[:1])], self._bytes_per_row * batch.rows[units[0]]
-        for unit in units[1:]:
-            kept += (size := self._bytes_per_row * batch.rows[unit])
-            if kept > most:
-                groups, kept = [*groups, []], size
+        groups: list[list[int]] = [[]]
+        kept = 0.0
+        for unit in units:
+            size = self._bytes_per_row * batch.rows[unit]
+            if groups[-1] and kept + size > most:
+                groups, kept = [*groups, []], 0.0
             groups[-1].append(unit)
+            kept += size
+            self.kept_bytes = max(self.kept_bytes, kept)
         return groups
 
     def _is_checkpointed(self) -> bool:
@@ -465,7 +471,7 @@ class _Trial:
 class _Weights(TorchDispatchMode):
     """Collect parameters that operators read, and other tensors that require a gradient, by their `id`.
 
-    `returned` counts bytes of results that are no views: no fewer than autograd keeps.
+    `returned` counts bytes of results that are no views, which is about what autograd keeps.
     """
 
     supports_higher_order_operators = True

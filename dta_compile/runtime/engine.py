@@ -291,10 +291,13 @@ class Engine:
         self.timed.append((plan, stopwatch, device))
         self.collect_times()
 
-    def note(self, sentence: str) -> None:
-        """Add a note to the plan of the last call."""
+    def note(self, sentence: str, kept_bytes: float = 0) -> None:
+        """Add a note to the plan of the last call, and what is kept beside it to its predicted peak."""
         if self.last_plan is not None:
-            self.last_plan.estimates.notes.append(sentence)
+            estimates = self.last_plan.estimates
+            estimates.notes.append(sentence)
+            if estimates.peak_bytes is not None:
+                estimates.peak_bytes += kept_bytes
 
     def _note_plan(self, plan: Plan) -> None:
         self.last_plan = plan

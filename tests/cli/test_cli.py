@@ -258,7 +258,7 @@ def test_a_checked_step_has_a_price_and_bad_settings_are_refused(tmp_path, capsy
         ("bad.yaml", "cannot be read"),
         ("acumulation=2", "gradient_accumulation_steps"),
     ):
-        assert main(["check", str(bundled()), bad if "=" in bad else str(tmp_path / bad)]) == 2
+        assert main(["check", str(bundled()), "--ranks", "2", bad if "=" in bad else str(tmp_path / bad)]) == 2
         assert told in capsys.readouterr().err
 
 

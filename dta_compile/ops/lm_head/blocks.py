@@ -144,11 +144,15 @@ def linear_top(*arguments: Any) -> torch.Tensor:
     values, indices = head.hidden.new_empty((rows, 0), dtype=dtype), head.hidden.new_empty((rows, 0), dtype=torch.int64)
     for block in head.blocks():
         logits = head.logits(block, dtype)
-        top, columns = logits.topk(min(count, logits.shape[1]), 1)
-        values, indices = torch.cat([values, top], 1), torch.cat([indices, columns + block.start], 1)
-        values, order = values.topk(min(count, values.shape[1]), 1)
-        indices = indices.gather(1, order)
+        top, columns = _largest(logits, count)
+        values, order = _largest(torch.cat([values, top], 1), count)
+        indices = torch.cat([indices, columns + block.start], 1).gather(1, order)
     return indices
+
+
+def _largest(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    # Of equal values, which are many in 16 bits, `max` takes the first one, and `topk` any.
+    return values.max(1, keepdim=True) if count == 1 else values.topk(min(count, values.shape[1]), 1)
 
 
 def linear_log_prob_backward_(*arguments: Any) -> torch.Tensor:

@@ -47,6 +47,8 @@ def blockwise(hidden, weight, bias, temperature, labels, outer=None):
         assert logits.isnan().any() or torch.equal(best, logits.argmax(-1))
         top = LINEAR_TOP(*operands, 9, torch.float64)  # more than a block has
         assert logits.isnan().any() or torch.equal(logits.gather(1, top), logits.topk(9, 1).values)
+        equal = LINEAR_TOP(torch.zeros_like(hidden), weight, None, None, labels, None, 1, torch.float64)
+        assert not equal.any()  # the first, as `max` has it
     return log_prob, logit, largest + log_sum, log_sum - mean, total + len(weight) * largest
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dta_compile
-from dta_compile.errors import RefusalError
+from dta_compile.errors import RefusalError, RuntimeContractError
 from tests.support.helpers import EXACT, Batch, distances, ids_only, measure, random_loss
 from tests.support.spellings import HEADS, KV_HEADS, LONGEST, OPTIONS, SPELLINGS, WrittenLM, by_heads
 from tests.support.tiny import VOCABULARY, WIDTH, TinyLM, after, assert_same, log_probs, shared_ids, weighted
@@ -323,6 +323,24 @@ def test_learned_biases_by_query_and_distance():
     ways = by_profile, by_profile_in_a_mask, by_profile_of_relative_positions
     compiled = assert_equals_eager(WrittenLM(*ways), shared_ids(5, 9))
     assert "attention with a bias by distance" in str(dta_compile.explain(compiled, shared_ids(5, 9)))
+
+
+def test_padding_between_tokens_with_a_learned_bias():
+    """Distances count it, and there is none in a tree."""
+
+    def way(model, q, k, v, pairs):
+        q, k, v = by_heads(q, k, v)
+        scores = q @ k.mT + gathered(model, q, steps(q.shape[2]).clamp(0, 2))
+        return (scores.masked_fill(~pairs, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+
+    torch._dynamo.reset()
+    compiled, ids = torch.compile(WrittenLM(way), backend="dta", options=OPTIONS), shared_ids(4, 9)
+    real = torch.ones_like(ids, dtype=torch.bool)
+    real[1, -2:] = real[2, :3] = False
+    compiled(ids, real)
+    real[3, 4] = False
+    with pytest.raises(RuntimeContractError, match="bias by distance counts padding"):
+        compiled(ids, real)
 
 
 def of_the_key(model, q, k, distance):

@@ -135,6 +135,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="OUT", help="write the plan as JSON to OUT (- for stdout) and print nothing")
     parser.add_argument("--dot", metavar="OUT", help="write the tree as Graphviz DOT to OUT (- for stdout) instead")
     parser.add_argument("--html", metavar="OUT", help="write a page to look at to OUT: tree, schedule, memory")
+    parser.add_argument("--thumbnails", metavar="FOLDER", help="for --html: small pictures, by the images' names")
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
@@ -194,6 +195,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         facts = {"title": _name(arguments.file), "device": device, **_page_facts(recording)}
         facts["sequences"] = [sequence.tokens for sequence in recording.sequences]
         facts["images"] = keys_of(recording.sequences).get("images")
+        if arguments.thumbnails:
+            facts["thumbnails"] = _thumbnails(recording.sequences, Path(arguments.thumbnails).resolve())
         batch_plan.to_html(arguments.html, **facts)
         written = Path(arguments.html)
         print(f"{visible(str(written.resolve()))}: {written.stat().st_size / 1e6:.1f} MB, opens in a browser from disk")
@@ -204,6 +207,13 @@ def _plan(arguments: argparse.Namespace) -> int:
         text = f"{name}: {peak / 1e9:.1f} of {memory / 1e9:.0f} GB at the peak, swept by chunks with the model in it"
         print(f"{text}; dta estimate says what other sweeps and budgets take")
     return 0
+
+
+def _thumbnails(sequences: list[Recorded], folder: Path) -> dict[int | str, Path]:
+    """Return the files in a folder that have the names of images; a name cannot leave the folder."""
+    names = {image for sequence in sequences for *_, image in sequence.images}
+    files = {name: (folder / str(name)).resolve() for name in names if "\0" not in str(name)}
+    return {name: file for name, file in files.items() if file.is_relative_to(folder) and file.is_file()}
 
 
 def _make_plan(sequences: list[Recorded], arguments: argparse.Namespace) -> Plan:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.lexicographic import as_integers, each
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 from dta_compile.plan.tree.split_prefixes import Images
-from dta_compile.views.page import Column, compressed_size, decoder, page, tokens_in
+from dta_compile.views.page import Column, compressed_size, data_url, decoder, page, tokens_in
 
 # Most deflated bytes of all data; with base64 and the scripts the page stays just below 3 MB. Tokens get the bytes that
 # the other columns leave, but at least 1/20, however many ops and segments there are.
@@ -48,6 +50,7 @@ class Known:
         loss_masks: tokens that are trained on, for every sequence: a boolean mask `[n]`, or half-open ranges.
         names: name of every sequence.
         images: their images.
+        thumbnails: contents of picture files, or their paths, by image.
         losses: where sharing is lost (`dta_compile.divergence.Losses`).
         device: name and bytes of the device, and the predicted peak bytes of the step.
     """
@@ -58,6 +61,7 @@ class Known:
     loss_masks: Iterable[Any] | None = None
     names: Iterable[str] | None = None
     images: Images | None = None
+    thumbnails: Mapping[Hashable, bytes | PathLike[str]] | None = None
     losses: Any = None
     device: tuple[str, float, float] | None = None
 
@@ -89,6 +93,7 @@ def picture(
         "names": names,
         "unit": "tokens" if counted else "bytes",
         "budget": None if counted else limits.budget,
+        "thumbnails": _thumbnails(known),
         "losses": None if known.losses is None else _figures(known.losses),
         "device": None if counted or known.device is None else _device(*known.device, columns["peakBytes"]),
     }
@@ -267,6 +272,18 @@ def _units(tree: PrefixTree, images: Images | None) -> dict[tuple[int, int], str
         for place in tree.row_ranges(index, start, stop):
             texts[place] = f"⟨image {number}, {stop - start} tokens⟩"
     return texts
+
+
+def _thumbnails(known: Known) -> dict[int, str]:
+    """Return thumbnails as URLs, by number of the image."""
+    numbers = known.images.numbers if known.images is not None else {}
+    given = ((image, content) for image, content in (known.thumbnails or {}).items() if image in numbers)
+    return {
+        numbers[image]: data_url(
+            content if isinstance(content, bytes) else Path(content).read_bytes(), f"image {image}"
+        )
+        for image, content in given
+    }
 
 
 def _roles(tree: PrefixTree, rows: IntArray, decode: Callable[[list[int]], str]) -> dict[str, Column]:

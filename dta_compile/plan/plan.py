@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
 from typing import Any
@@ -111,6 +111,7 @@ class Plan:
         loss_masks: Iterable[Any] | None = None,
         names: Iterable[str] | None = None,
         images: Iterable[Any] | None = None,
+        thumbnails: Mapping[Hashable, bytes | PathLike[str]] | None = None,
         losses: Any = None,
         device: tuple[str, float, float] | None = None,
         title: str = "dta plan",
@@ -131,6 +132,8 @@ class Plan:
             names: name of every sequence; by default s0, s1, ...
             images: for every sequence, `(start, stop, image)` of the tokens of each image, as in `plan`; with a
                 tokenizer, each is shown as one unit. By default `self.images`.
+            thumbnails: by `image`, a small picture to show it by: the path of a PNG, JPEG, GIF or WebP file of at most
+                128 KiB, or its content. With `tokenizer`, as parts of the text.
             losses: what `dta_compile.divergence.find_losses` found in the sequences, to show as a table and a colour.
             device: name and bytes of a device, and the peak bytes predicted for a step: bytes are then drawn on top of
                 what a step holds besides them, and beneath the device's.
@@ -142,7 +145,7 @@ class Plan:
         """
         ids = self.sequences if sequences is None else sequences
         pictures = Images.of(images) if images else self.images
-        known = Known(ids, tokenizer, rewards, loss_masks, names, pictures, losses, device)
+        known = Known(ids, tokenizer, rewards, loss_masks, names, pictures, thumbnails, losses, device)
         facts = {"summary": str(self), "stats": dataclasses.asdict(self.stats), "shared": self.prefix_tree.shared}
         text = picture(self.prefix_tree, self.schedule, self.limits, facts, known, title)
         write_output(path, text)

@@ -25,6 +25,8 @@ from dta_compile.errors import PlanError
 
 Column = npt.NDArray[Any]
 
+MOST_PICTURE = 2**17  # bytes of a picture within the page
+PICTURES = {"png": b"\x89PNG", "jpeg": b"\xff\xd8\xff", "gif": b"GIF8", "webp": b"RIFF"}  # by type, how it begins
 TYPES = {"u1": "Uint8Array", "u2": "Uint16Array", "u4": "Uint32Array", "i4": "Int32Array", "f8": "Float64Array"}
 LEVEL = 6  # of zlib: 9 takes three times as long for 1% less
 
@@ -52,6 +54,23 @@ def page(title: str, facts: Mapping[str, Any], columns: Mapping[str, Column]) ->
         "scripts": "\n".join(map(_asset, SCRIPTS)),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
+
+
+def data_url(picture: bytes, where: str) -> str:
+    """Return a picture as a URL that holds it.
+
+    Raises:
+        PlanError: it is of another type than PNG, JPEG, GIF or WebP, or has more than 128 KiB.
+    """
+    kind = next((kind for kind, begins in PICTURES.items() if picture.startswith(begins)), None)
+    if kind is None or len(picture) > MOST_PICTURE:
+        raise PlanError(
+            "a thumbnail that a page cannot hold",
+            where=where,
+            expected=f"PNG, JPEG, GIF or WebP, of at most {MOST_PICTURE // 1024} KiB",
+            got=f"{len(picture):,} bytes of {'another type' if kind is None else kind}",
+        )
+    return f"data:image/{kind};base64,{base64.b64encode(picture).decode('ascii')}"
 
 
 def compressed_size(*blocks: Column | str) -> int:

@@ -213,7 +213,10 @@ def test_an_image_is_one_unit_and_different_images_fork(page_of):
     made = plan(sequences, images=images)
     assert made.prefix_tree.num_rows == 1 + 3 + 1 + 3 + 3 + 1
     assert "images    4 in the sequences, 3 different, each encoded once" in str(made)
-    page = page_of(made, tokenizer=Letters())
+    page = page_of(made, tokenizer=Letters(), thumbnails={"y": b"\x89PNG...", "not there": b""})
+    assert page.facts["thumbnails"] == {"2": "data:image/png;base64,iVBORy4uLg=="}
+    with pytest.raises(PlanError, match=r"a thumbnail that a page cannot hold[\s\S]*image y"):
+        page_of(made, tokenizer=Letters(), thumbnails={"y": b"<svg/>"})
     texts = [page.facts["texts"][entry] for entry in page.columns["token"]]
     assert "".join(texts) == "a⟨image 1, 3 tokens⟩bc⟨image 2, 2 tokens⟩⟨image 3, 3 tokens⟩b"
     assert set(page.facts["texts"][:4]) == set("abci"), "texts of whole ids come first"

@@ -268,6 +268,9 @@ class Details {
     const { texts } = this.words;
     const text = unhidden(this.words.text(entry).replace(/\n/g, "↵\n").replace(/\t/g, "⇥\t").replace(/\r/g, "␍"));
     const title = `token ${number(depth)}: id ${this.tree.vocabulary[entry]}`;
+    const image = text.match(/^⟨image (\d+), /);
+    const thumbnail = image && this.tree.facts.thumbnails[image[1]];
+    if (thumbnail) return element("img", { src: thumbnail, alt: text, title: text });
     return element("span", { title, className: differs ? "differs" : "" }, texts ? text : `${text} `);
   }
 

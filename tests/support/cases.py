@@ -85,13 +85,19 @@ options = st.builds(
 )
 
 
+def group(logits, mask):
+    """Deviate from the mean of a group, which alone has a gradient of zero for biases if rows are of one length."""
+    sums = logits.sum((1, 2))
+    return (sums - sums.mean()).pow(2).mean().add(1).sqrt() + (logits * weights_like(logits)).mean()
+
+
 # Losses of logits `[B, S, V]`, which are zero at padding; the last two mix sequences.
 LOSSES = {
     "weights": lambda logits, mask: (logits * weights_like(logits)).sum(),
     "a third": lambda logits, mask: (logits[:, ::3] * weights_like(logits)[:, ::3]).sum(),
     "one token": lambda logits, mask: logits.flatten()[int(mask.flatten().long().argmax()) * logits.shape[-1] + 3],
     "entropy": lambda logits, mask: (torch.where(mask, (logits.softmax(-1) * logits).sum(-1), 0.0)).mean(),
-    "group": lambda logits, mask: (logits.sum((1, 2)) - logits.sum((1, 2)).mean()).pow(2).mean().add(1).sqrt(),
+    "group": group,
     "pairs": lambda logits, mask: (logits.flatten(1) @ logits.flatten(1).T).tanh().sum(),
 }
 

@@ -107,6 +107,7 @@ def test_pixels_are_computed_in_the_graph():
     assert len(graphs.calls(encode)) == 1
 
 
+@pytest.mark.slow
 def test_dropout_and_batch_norm_of_encoders_are_refused_by_name():
     for layer in (nn.Dropout(0.5), nn.BatchNorm1d(32).double()):
         torch.compiler.reset()

@@ -120,6 +120,7 @@ def test_what_holds_for_one_length_runs_over_the_tree(model, tokens):
     check(model(), tokens)
 
 
+@pytest.mark.slow
 def test_more_lengths_than_are_compiled_are_refused(monkeypatch, caplog):
     monkeypatch.setattr("dta_compile.records.MOST_LENGTHS", 1)
     model, ids = Looping(), shared_ids(3, 8)

@@ -133,6 +133,7 @@ class Steps(BareLM):
         return super().forward(ids)
 
 
+@pytest.mark.slow
 def test_counts_of_the_data_alone():
     assert_counts(Steps().double(), three_calls())
 
@@ -157,6 +158,7 @@ def padded():
     return make_batch(sequences, "right")
 
 
+@pytest.mark.slow
 def test_padding_that_is_masked():
     batch = padded()
 
@@ -216,6 +218,7 @@ def test_refused(mixture, message):
         torch.compile(Once(mixture), backend="dta", options=SMALL_CHUNKS)(shared_ids(4, 7))
 
 
+@pytest.mark.slow
 def test_memory_in_common_is_refused():
     torch._dynamo.reset()
     model, whole = Model(Counted, layers=2), torch.zeros(2, EXPERTS, dtype=torch.double)

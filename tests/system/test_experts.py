@@ -136,6 +136,7 @@ def test_every_implementation_becomes_the_same_program(experts, batch, loss):
     assert_equal(measure(compiled(model), model, batch, loss), expected, FLOAT32_ISLANDS)
 
 
+@slow
 def test_without_the_backend_the_implementation_computes_the_same(batch, loss):
     expected = reference(build(experts="eager"), batch, loss)
     assert_equal(reference(build(experts="dta"), batch, loss), expected, FLOAT32_ISLANDS)
@@ -174,6 +175,7 @@ def test_routes_that_leave_experts_empty(biased, batch, loss):
     assert_equal(measure(compiled(model), model, batch, loss), expected, FLOAT32_ISLANDS)
 
 
+@slow
 def test_padding_packing_and_routes_need_one_graph():
     model = build(num_hidden_layers=1)
     function = compiled(model)

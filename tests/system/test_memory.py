@@ -97,6 +97,7 @@ def test_the_predicted_peak_of_a_sweep_of_stages_is_the_measured_one(budget):
         assert bool(budget) == (dta_compile.last_plan(compiled).schedule.of_part(6).keeps)
 
 
+@pytest.mark.slow
 def test_the_predicted_peak_of_groups_is_the_measured_one(monkeypatch):
     torch._dynamo.reset()
     in_groups(monkeypatch)

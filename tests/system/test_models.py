@@ -343,6 +343,7 @@ def test_alibi_is_refused():
     assert "ALiBi" in message or "additive bias" in message
 
 
+@pytest.mark.slow
 def test_rotary_that_depends_on_the_batch_length_is_refused():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     message = _refusal(build("llama", rope_parameters=rope), make_batch(rollouts(V)))

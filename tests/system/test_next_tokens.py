@@ -81,7 +81,9 @@ def test_each_token_with_the_next_one(further):
         assert_same(after(compiled, model, ids), after(model, model, ids))
 
 
-@pytest.mark.parametrize("model", [{"depth": 2}, {"mask": True}, {"further": Split}])
+@pytest.mark.parametrize(
+    "model", [pytest.param({"depth": 2}, marks=pytest.mark.slow), {"mask": True}, {"further": Split}]
+)
 def test_other_further_layers_are_refused(model):
     compiled = torch.compile(Predicting(**model), backend="dta", options=SMALL_CHUNKS)
     with pytest.raises(RefusalError) as caught:

@@ -37,6 +37,7 @@ def run_from_embeddings(model, x):
     return model.head(model.mix(x))
 
 
+@pytest.mark.slow
 def test_chosen_and_rejected_of_different_lengths_with_a_reference_model(model):
     frozen = BareLM(seed=3).requires_grad_(False)
 

@@ -374,6 +374,7 @@ def test_a_piece_that_cannot_be_compiled_leaves_the_others_alone(caplog, monkeyp
     assert len(generated(compiled).failures) == 1 and has_code_for_all_pieces(compiled, but=1)
 
 
+@pytest.mark.slow
 def test_on_a_cpu_aten_is_the_default_for_batches_that_keep_little(monkeypatch):
     torch._dynamo.reset()
     model = TinyLM(layers=1)

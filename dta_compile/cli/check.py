@@ -8,6 +8,7 @@ approximated (longest first, to whoever has least).
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from dta_compile.options import Options
 from dta_compile.plan import balance
 
 MOST_BYTES = 2**24  # of a file of settings
+MOST_RANKS = 2**16
 GAIN = 1.02  # settings that save less are not worth a word
 AS_JSON = {"True": "true", "False": "false", "None": "null"}  # as Python and Hydra write them
 Step = list[list[list[int]]]  # rows of each micro-batch of each rank
@@ -67,8 +69,8 @@ class Settings:
     def __getitem__(self, name: str) -> Any:
         default, names = TRAINERS[self.trainer][1][name], self._names(name)
         value = self.given[names[-1]] if names else default
-        is_count = isinstance(default, int) and not isinstance(default, bool)
-        if is_count and not (isinstance(value, int) and value >= 1):
+        is_count = default is None or (isinstance(default, int) and not isinstance(default, bool))
+        if is_count and value is not default and not (isinstance(value, int) and value >= 1):
             raise OptionError("bad setting of a trainer", where=name, expected="1 or more", got=repr(value))
         return value
 
@@ -121,15 +123,19 @@ def _dealt(parts: list[list[int]], sequences: Sequence[Recorded]) -> list[list[i
 
 
 def _dynamic(rows: list[int], lengths: Sequence[int], most: int) -> list[list[int]]:
-    return _lightest(rows, lengths, -(-sum(lengths[row] for row in rows) // most), len(rows))
+    count = -(-sum(lengths[row] for row in rows) // most)
+    return _lightest(rows, lengths, min(max(count, 1), len(rows)), len(rows))
 
 
 def _lightest(rows: Sequence[int], lengths: Sequence[int], count: int, most: int) -> list[list[int]]:
     """Divide rows into groups of similar lengths in all, of at most `most` rows each."""
     groups: list[list[int]] = [[] for _ in range(count)]
+    unfilled = [(0, number) for number in range(count)]  # a heap of lengths in all
     for row in sorted(rows, key=lambda row: -lengths[row]):
-        unfilled = (group for group in groups if len(group) < most)
-        min(unfilled, key=lambda group: sum(lengths[i] for i in group)).append(row)
+        load, number = heapq.heappop(unfilled)
+        groups[number].append(row)
+        if len(groups[number]) < most:
+            heapq.heappush(unfilled, (load + lengths[row], number))
     return [sorted(group) for group in groups if group]
 
 
@@ -202,7 +208,7 @@ def add_check(parser: argparse.ArgumentParser) -> None:
     text = "by the trainer's own names: KEY=VALUE, or a YAML or JSON file of its arguments"
     parser.add_argument("settings", metavar="SETTING", nargs="*", help=text)
     parser.add_argument("--trainer", choices=TRAINERS, help="default: told by the settings")
-    parser.add_argument("--ranks", type=whole(1, 2**16), help="that train (default: verl's GPUs, or 1)")
+    parser.add_argument("--ranks", type=whole(1, MOST_RANKS), help="that train (default: verl's GPUs, or 1)")
     parser.add_argument("--config", help="config.json of the model, for time and memory of a step")
     parser.add_argument("--device", default="h100", help=f"for --config: {', '.join(DEVICES)} (default: %(default)s)")
     parser.add_argument("--shard", choices=SHARDS, default=SHARDS[0], help="for --config (default: %(default)s)")
@@ -214,10 +220,12 @@ def _run(arguments: argparse.Namespace) -> int:
     settings = Settings(_given(arguments.settings), arguments.trainer)
     settings.require_known([_name(word) for word in arguments.settings if "=" in word])
     sequences = read_source(arguments.file, read_options(arguments)).sequences
-    if not sequences:
+    if not any(map(len, sequences)):
         raise OptionError("no sequences to check", where=arguments.file)
     gpus = settings["trainer.n_gpus_per_node"] * settings["trainer.nnodes"] if settings.trainer == "verl" else 1
     ranks = arguments.ranks or gpus
+    if ranks > MOST_RANKS:
+        raise OptionError("bad setting of a trainer", where="GPUs", expected=f"at most {MOST_RANKS}", got=str(ranks))
     found = [Variant.of("as set", settings, sequences, ranks)]
     for title, changed in improvements(settings):
         better = Variant.of(f"set {title}", changed, sequences, ranks)

@@ -260,6 +260,13 @@ def test_a_checked_step_has_a_price_and_bad_settings_are_refused(tmp_path, capsy
     ):
         assert main(["check", str(bundled()), "--ranks", "2", bad if "=" in bad else str(tmp_path / bad)]) == 2
         assert told in capsys.readouterr().err
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("[1, 2]\n[]\n")
+    assert main(["check", str(rows), "rollout.n=1", "use_dynamic_bsz=true", "n_gpus_per_node=2"]) == 0
+    assert main(["check", str(rows), "rollout.n=1", "n_gpus_per_node=100000000"]) == 2
+    rows.write_text("[]\n")
+    assert main(["check", str(rows)]) == 2
+    assert "no sequences to check" in capsys.readouterr().err
 
 
 def test_bad_options_are_refused_with_a_suggestion(lines, capsys):

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from dta_compile.cli import main as dta
+from dta_compile.cli.check import TRAINERS
 from dta_compile.cli.command import UNFORESEEN
 from dta_compile.data import ReadOptions, read
 from dta_compile.errors import DTAError, ScheduleError
@@ -387,6 +388,17 @@ def of_split(case: Case) -> None:
     case.words += case.draw.choice(([], ["--json", str(case.folder / "out.json")]))
 
 
+def of_check(case: Case) -> None:
+    """`dta check` with settings of a trainer that may be bad, as words or as a file, and rows that may be empty."""
+    rows = case.path("rows.jsonl", "".join(f"{[1] * case.draw.choice((0, 0, 1, 5))}\n" for _ in range(3)))
+    names = sorted(name for _, defaults in TRAINERS.values() for name in defaults)
+    drawn = {case.draw.choice(names): case.draw.choice((case.value(), 1, 2, 3, 10**9)) for _ in range(3)}
+    settings = [f"{name}={value}" for name, value in drawn.items()]
+    if case.draw.random() < 0.4:
+        settings = [case.path("settings.json", dumped(changed(case, {"actor": drawn, "trainer": {"nnodes": 2}})))]
+    case.words = ["check", rows, *settings, *case.draw.choice(([], ["--ranks", "3"], ["--trainer", "verl"]))]
+
+
 def of_config(case: Case) -> None:
     """`dta estimate` with a configuration, a calibration or figures of a device that may be bad."""
     rows, calibration = case.path("rows.jsonl", "[1, 2, 3]\n[1, 2]\n"), []
@@ -493,6 +505,7 @@ KINDS: dict[Callable[[Case], None], float] = {
     of_archive: 6.0,
     of_options: 3.0,
     of_split: 2.0,
+    of_check: 4.0,
     of_places: 1.0,
     of_schedule: 1.0,
     of_config: 1.0,

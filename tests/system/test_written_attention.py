@@ -379,7 +379,12 @@ def two_of_them(model, q, k, distance):
     return gathered(model, q, distance.clamp(0, 2)) + gathered(model, q * 2, distance.clamp(0, 1))
 
 
+def of_a_distance_in_8_bits(model, q, k, distance):
+    return gathered(model, q, distance.to(torch.int8).long().clamp(0, 2))  # negative again from 128 on
+
+
 NEARLY = (
+    of_a_distance_in_8_bits,
     *(of_the_key, of_the_squared_distance, of_the_number_of_the_key, of_every_second_distance, zero_at_one_distance),
     *(another_number_from_some_distance_on, zero_by_the_number_of_the_query, times_a_factor_of_the_key, two_of_them),
 )

@@ -24,6 +24,7 @@ from dta_compile.passes.symbols import expression, sizes
 
 aten = torch.ops.aten
 
+WRAPPING = (torch.uint8, torch.int8, torch.int16)  # integers that distances may exceed
 MOST = 2**16  # distances at which a function is looked at
 COMPARISONS: dict[Any, Callable[[Any, Any], bool]] = {
     getattr(getattr(aten, name), overload): getattr(operator, name)
@@ -135,7 +136,7 @@ class Profiles(Distances):
 
     def _function(self, node: Any, labels: Labels) -> OfDistance | None:
         """Return a number or a truth value as a function of the distance alone; None if it is none."""
-        if isinstance(node, fx.Node) and is_float(node):
+        if isinstance(node, fx.Node) and (is_float(node) or getattr(node.meta["val"], "dtype", None) in WRAPPING):
             return None
         affine = self._affine(node, labels)
         if affine is not None and affine[0] + affine[1] == 0 and affine[2].is_Integer and affine[0].is_Integer:

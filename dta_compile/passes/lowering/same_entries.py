@@ -54,8 +54,10 @@ def _origin(node: fx.Node) -> fx.Node | None:
     """Return the value that a node gives back after a detour."""
     if node.target in RESHAPES and node.args[0].target in RESHAPES:
         return _before_views(node)
-    if node.target is aten.index.Tensor:
+    if node.target in (aten.index.Tensor, aten.index_select.default):
         return _indexed_in_order(node)
+    if node.target is aten.constant_pad_nd.default and not any(node.args[1]):
+        return node.args[0]
     return _joined_again(node) if node.target is aten.cat.default else None
 
 
@@ -67,11 +69,12 @@ def _before_views(node: fx.Node) -> fx.Node | None:
 
 
 def _indexed_in_order(node: fx.Node) -> fx.Node | None:
-    source, indices = node.args
-    chosen = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if len(chosen) != 1:
+    source, *indices = node.args
+    if node.target is aten.index.Tensor:
+        indices = [one for dim, index in enumerate(indices[0]) if index is not None for one in (dim, index)]
+    if len(indices) != 2:
         return None
-    dim, index = chosen[0]
+    dim, index = indices[0] % len(sizes(source)), indices[1]
     is_range = index.target in RANGES and counts_from_zero(index)
     return source if is_range and sizes(index) == (sizes(source)[dim],) else None
 

@@ -23,7 +23,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils._sympy.functions import Mod, PythonMod
+from torch.utils._sympy.functions import Min, Mod, PythonMod
 
 from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
 from dta_compile.passes.graphs.nodes import call, descendants, filled_with, is_float
@@ -209,8 +209,8 @@ class _Shifts:
             return self.at(args[0], offset - start)
         if target is aten.constant_pad_nd.default:
             self._require(_dim_of(node) == self._dim(node))
-            before, after = args[1][2 * self.back - 2 : 2 * self.back]
-            self._require(type(before) is int and type(after) is int and after <= 0)
+            before, after = (self._number_of_tokens(count) for count in args[1][2 * self.back - 2 : 2 * self.back])
+            self._require(after <= 0)
             filler = _Extended(self._number(node, argument(node, 2, "value") or 0))
             return self._first(offset + before, filler, self.at(args[0], offset + before))
         if target is aten.index_select.default:
@@ -238,6 +238,17 @@ class _Shifts:
         self._require(count.is_Integer and count > 0)
         self._require(length >= int(count))  # a guard
         return int(count)
+
+    def _number_of_tokens(self, count: fx.Node | int) -> int:
+        """Return by how many tokens `pad` shifts; `min(k, S)` is k in rows of at least k tokens."""
+        tokens = expression(_value(count))
+        for least in tokens.atoms(Min):
+            number = sympy.Mul(*(arg for arg in least.args if arg.is_Integer))
+            self._require(least == Min(number, self.tokens))
+            self._require(_value(self._size_of_call()) >= int(number))  # a guard
+            tokens = tokens.xreplace({least: number})
+        self._require(tokens.is_Integer)
+        return int(tokens)
 
     def _require(self, holds: Any) -> None:
         if not holds:

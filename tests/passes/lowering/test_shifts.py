@@ -53,6 +53,15 @@ def padded_and_cut(x, g):
     return x + g * F.pad(x, (0, 0, 1, 0))[:, :-1]
 
 
+def padded_by_at_most_all(x, g):
+    count = min(2, x.shape[1])
+    return x + g * F.pad(x, (0, 0, count, -count))
+
+
+def of_the_same_entries(x, g):
+    return padded_and_cut(F.pad(x.index_select(1, torch.arange(x.shape[1])), (0, 0, 0, 0)), g)
+
+
 def written_over_itself(x, g):
     y = x.clone()
     y[:, 1:] += g * x[:, :-1]
@@ -130,6 +139,8 @@ def of_features_beside_a_constant(x, g):
         added,
         of_features_beside_a_constant,
         padded_and_cut,
+        padded_by_at_most_all,
+        of_the_same_entries,
         of_rwkv,
         rolled,
         rolled_by_two,

@@ -77,6 +77,23 @@ class Caching(TinyLM):
         return self.mix(self.embedding(ids) + self.table)
 
 
+class Growing(TinyLM):
+    """A mask that is made anew for more tokens than it has, and cut to fewer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("ahead", None, persistent=False)
+
+    def hidden(self, ids, mask=None):
+        tokens = ids.shape[1]
+        if self.ahead is None or self.ahead.shape[-1] < tokens:
+            self.register_buffer("ahead", torch.ones(tokens, tokens, dtype=torch.bool).triu(1), persistent=False)
+        x = self.embedding(ids)
+        scores = x @ x.mT
+        scores = scores.masked_fill(self.ahead[:tokens, :tokens], -torch.finfo(scores.dtype).max)
+        return x + scores.softmax(-1) @ x
+
+
 class Masking(BareLM):
     """A mask written row by row."""
 
@@ -113,6 +130,10 @@ def test_as_many_rows_as_tokens_and_features():
 
 def test_a_table_of_the_latest_length_serves_later_steps():
     check(Caching(), 9, 9, 12)
+
+
+def test_a_table_of_exactly_the_length_is_cut_to_it():
+    check(Growing(), 9, 9, 7)
 
 
 @pytest.mark.parametrize(("model", "tokens"), [(Slicing, 9), (Masking, 6), (Learned, 12), (Reshaping, 9)])

@@ -96,7 +96,8 @@ class OneLength:
         if name in EXPANSIONS:
             return self._expanded(args, kwargs)
         if name in INDEXING and isinstance(args[0], torch.Tensor):
-            args = (args[0], self._indexed(args[0], args[1]), *args[2:])
+            value = args[0] if name == "setitem" else self._selected(args[0], args[1])
+            args = (value, self._indexed(value, args[1]), *args[2:])
         elif name == "narrow":
             return self._narrowed(args, kwargs)
         elif name == "scaled_dot_product_attention":
@@ -161,6 +162,16 @@ class OneLength:
 
     def _counts(self, size: Any) -> bool:
         return self.symbol in expression(size).free_symbols
+
+    def _selected(self, table: torch.Tensor, index: Any) -> torch.Tensor:
+        """Cut a table along the first axes of which a slice takes as many entries as it has."""
+        wanted: list[Any] = [None] * table.dim()
+        for dim, item in enumerate(index if isinstance(index, tuple) else [index]):
+            if not isinstance(item, slice) or dim >= len(wanted):
+                break
+            is_all = isinstance(item.stop, torch.SymInt) and expression(item.stop) == self.symbol
+            wanted[dim] = item.stop if is_all else None
+        return self._cut(table, wanted)
 
     def _indexed(self, value: torch.Tensor, index: Any) -> Any:
         items = list(index) if isinstance(index, tuple) else [index]

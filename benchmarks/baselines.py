@@ -32,7 +32,7 @@ def one_by_one(logprobs: LogProbs) -> Prepare:
     """Run a function of log-probs on one sequence at a time."""
 
     def prepare(workload: Workload) -> Step:
-        rows = [row_of(*pair) for pair in zip(workload.sequences, workload.weights, strict=True)]
+        rows = [row_of(*pair) for pair in workload.pairs]
         return Step(lambda: _backward_rows(logprobs, rows))
 
     return prepare
@@ -105,11 +105,12 @@ def padded(model: PreTrainedModel) -> Prepare:
 
 def varlen(model: PreTrainedModel) -> Prepare:
     """Concatenate sequences into rows of bounded size; only attention treats each sequence separately."""
-    AttentionInterface.register("sdpa_per_sequence", _attention_per_sequence)
+    AttentionInterface.register("sdpa_per_sequence", attention_per_sequence)
     model.set_attn_implementation("sdpa_per_sequence")
 
     def prepare(workload: Workload) -> Step:
-        rows = [concatenated(workload, group) for group in fill_rows(workload.sequences)]
+        pairs = workload.pairs
+        rows = [concatenated([pairs[index] for index in group]) for group in fill_rows(workload.sequences)]
 
         def run() -> None:
             for (ids, labels, weights), lengths in rows:
@@ -172,7 +173,7 @@ def _backward_rows(logprobs: LogProbs, rows: Iterable[Row]) -> None:
         (weights * logprobs(ids, labels)).sum().backward()
 
 
-def _attention_per_sequence(
+def attention_per_sequence(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -59,7 +59,8 @@ def compiled_packed(model: PreTrainedModel) -> Prepare:
 
 
 def _packed(workload: Workload, group: list[int]) -> tuple[Row, dict[str, torch.Tensor]]:
-    row, lengths = concatenated(workload, group)
+    pairs = workload.pairs
+    row, lengths = concatenated([pairs[index] for index in group])
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     return row, {"position_ids": positions, "sequence_lengths": torch.tensor(lengths)}
 

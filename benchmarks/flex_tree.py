@@ -46,18 +46,24 @@ class Prepared:
 
 
 def prepared_trees(
-    sequences: Sequence[IntArray], weights: Sequence[FloatArray], limit: int, device: torch.device, static: bool = False
+    sequences: Sequence[IntArray],
+    weights: Sequence[FloatArray],
+    limit: int,
+    device: torch.device,
+    static: bool = False,
+    kernels: str = "AUTO",
 ) -> Iterator[Prepared]:
     """Yield the rows of a batch, of at most `limit` tokens each (or of one sequence)."""
     for group in split(sequences, limit):
-        yield prepare(pack([sequences[i] for i in group], [weights[i] for i in group]), device, static)
+        yield prepare(pack([sequences[i] for i in group], [weights[i] for i in group]), device, static, kernels)
 
 
-def prepare(tree: PackedTree, device: torch.device, static: bool = False) -> Prepared:
+def prepare(tree: PackedTree, device: torch.device, static: bool = False, kernels: str = "AUTO") -> Prepared:
     """Move a packed tree to a device and pad it. Padding reads only itself, and nothing is predicted from it.
 
     Args:
         static: compile FlexAttention for every length instead of once for all.
+        kernels: FlexAttention's option `BACKEND`; "FLASH" needs the package flash-attn-4.
     """
     size = len(tree.ends)
     padding = -size % (STATIC_SIZE if static else BLOCK)
@@ -65,7 +71,8 @@ def prepare(tree: PackedTree, device: torch.device, static: bool = False) -> Pre
     ends = torch.cat([tree.ends, torch.arange(size, size + padding) + 1]).to(device, torch.int32)
     mask = block_mask(ends) if device.type == "cuda" else pair_mask(ends)
     rest = (tree.heads[tree.sources], tree.labels, tree.weights)
-    return Prepared(tokens, depths, mask, _compiled_flex_attention(static), *(tensor.to(device) for tensor in rest))
+    flex = _compiled_flex_attention(static, kernels)
+    return Prepared(tokens, depths, mask, flex, *(tensor.to(device) for tensor in rest))
 
 
 def block_mask(ends: torch.Tensor) -> BlockMask:
@@ -122,8 +129,9 @@ def attention(
 
 
 @functools.cache
-def _compiled_flex_attention(static: bool) -> Callable[..., torch.Tensor]:
-    return torch.compile(flex_attention, dynamic=False if static else None)
+def _compiled_flex_attention(static: bool, kernels: str) -> Callable[..., torch.Tensor]:
+    compiled = torch.compile(flex_attention, dynamic=False if static else None)
+    return functools.partial(compiled, kernel_options={"BACKEND": kernels})
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)

@@ -3,10 +3,12 @@
 As in `methods`, data-loader work is done beforehand, and work that depends on shared prefixes inside every step. The
 rivals are made as strong as is simple:
 
-* Dense rows run through the flash kernel of `scaled_dot_product_attention`, without mask or padding.
+* Dense rows run without mask or padding, through the flash kernel of `scaled_dot_product_attention` or cuDNN's, or side
+  by side in long rows through torch's kernels for varying lengths.
+* Packed trees run FlexAttention by Triton, or by the kernels of flash-attn-4 where that is installed.
 * The rivals' log-probs are computed in blocks of rows, each of which goes backward at once, so that the `[S, V]` logits
   of a long row never exist (the vocabulary has 151,936 ids) and nothing is recomputed for that.
-* Packed trees run in the longest rows that fit into memory: an optimistic limit is halved until they do.
+* Long rows are as long as fits into memory: an optimistic limit is halved until they do.
 * Trees without sharing are sequences packed into rows, so their tree mask is a document mask.
 """
 
@@ -21,23 +23,28 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from benchmarks.baselines import merge_into_leaves
-from benchmarks.flex_tree import IMPLEMENTATION, Prepared, prepared_trees
+from benchmarks.flex_tree import IMPLEMENTATION as TREE_MASK
+from benchmarks.flex_tree import Prepared, prepared_trees
 from benchmarks.gpu_models import Limits, Subject, expected_seconds, operations
 from benchmarks.memory import describe
 from benchmarks.model import label_logprobs
 from benchmarks.ours import compile_logprobs, forget_replays, replan
 from benchmarks.packed_tree import split
-from benchmarks.steps import Row, Step, rectangle_of, row_of
+from benchmarks.steps import Row, Step, concatenated, fill_rows, rectangle_of, row_of
 from benchmarks.trees import IntArray, count_sequences
+from benchmarks.varlen import IMPLEMENTATION as SIDE_BY_SIDE
 from benchmarks.workloads import FloatArray, Workload, tiny
 from dta_compile.options import Options
 
+Pair = tuple[IntArray, FloatArray]  # a sequence and the weights of its log-probs
+
 HEAD_ROWS = 2048  # rows per block of log-probs, as many as one of our chunks has
-TREE_LIMITS = {False: 32_768, True: 65_536}  # initial tokens per row, without and with checkpointing
+ROW_LIMITS = {False: 32_768, True: 65_536}  # initial tokens per row, without and with checkpointing
 LEAST_LIMIT = 4096
 PART_TOKENS = 24_576  # tree tokens per micro-batch of `in_parts`
 PLANNED = {option: getattr(Options(), option) for option in ("strategy", "chunk_size", "memory_budget")}  # defaults
@@ -73,10 +80,11 @@ class GpuMethod:
     build: Callable[[Subject, Workload, Limits], GpuStep]
 
 
-def dense(subject: Subject, workload: Workload, limits: Limits, recompute: bool = False) -> GpuStep:
+def dense(
+    subject: Subject, workload: Workload, limits: Limits, recompute: bool = False, kernel: SDPBackend | None = None
+) -> GpuStep:
     """Run one sequence at a time; only every n-th by length if the batch would take too long."""
-    pairs = list(zip(workload.sequences, workload.weights, strict=True))
-    return _one_by_one(subject, pairs, limits, recompute)
+    return _one_by_one(subject, workload.pairs, limits, recompute, kernel)
 
 
 def leaves(subject: Subject, workload: Workload, limits: Limits) -> GpuStep:
@@ -86,50 +94,88 @@ def leaves(subject: Subject, workload: Workload, limits: Limits) -> GpuStep:
     return dataclasses.replace(step, note=lambda: f"{len(pairs)} leaves; {step.note()}".rstrip("; "))
 
 
-def _one_by_one(subject: Subject, pairs: list[tuple[IntArray, FloatArray]], limits: Limits, recompute: bool) -> GpuStep:
-    """Build a step over weighted sequences. It always contains the longest, for peak memory, and warms up with it."""
+def _chosen(subject: Subject, pairs: list[Pair], limits: Limits) -> tuple[list[Pair], float, str]:
+    """Choose the longest of weighted sequences and every n-th; return them, their share of operations, and a note."""
 
-    def amount(some: list[tuple[IntArray, FloatArray]]) -> float:
+    def amount(some: list[Pair]) -> float:
         return operations(subject.config, count_sequences([sequence for sequence, _ in some]), tree=False)
 
     stride = max(math.ceil(expected_seconds(amount(pairs)) / limits.dense_seconds), 1)
     chosen = sorted(pairs, key=lambda pair: -len(pair[0]))[::stride]
-    rows = [_on(subject.device, row_of(*pair)) for pair in chosen]
     note = f"{len(chosen)} of {len(pairs)} sequences, scaled by operations" if stride > 1 else ""
+    return chosen, amount(chosen) / amount(pairs), note
+
+
+def _one_by_one(
+    subject: Subject, pairs: list[Pair], limits: Limits, recompute: bool, kernel: SDPBackend | None = None
+) -> GpuStep:
+    """Build a step over weighted sequences. It always contains the longest, for peak memory, and warms up with it."""
+    chosen, share, note = _chosen(subject, pairs, limits)
+    rows = [_on(subject.device, row_of(*pair)) for pair in chosen]
     return GpuStep(
-        run=lambda: _backward_rows(subject.model, rows, recompute),
+        run=lambda: _backward_rows(subject.model, rows, recompute, kernel),
         note=lambda: note,
-        share=amount(chosen) / amount(pairs),
-        warm_up=lambda: _backward_rows(subject.model, rows[:1], recompute),
+        share=share,
+        warm_up=lambda: _backward_rows(subject.model, rows[:1], recompute, kernel),
     )
 
 
-def tree_mask(subject: Subject, workload: Workload, limits: Limits, recompute: bool = False) -> GpuStep:
-    """Run the prefix tree in rows as long as fit into memory, with FlexAttention under an ancestor mask."""
-    limit, static = TREE_LIMITS[recompute], False
+def varlen(subject: Subject, workload: Workload, limits: Limits, recompute: bool = False) -> GpuStep:
+    """Run sequences side by side in rows as long as fit into memory, which attention treats separately."""
+    chosen, share, note = _chosen(subject, workload.pairs, limits)
+    fitted = LongRows(recompute)
 
-    def run() -> None:
-        nonlocal limit, static
+    def rows() -> list[list[Pair]]:
+        groups = fill_rows([sequence for sequence, _ in chosen], fitted.limit)
+        return [[chosen[index] for index in group] for group in groups]
+
+    return GpuStep(
+        run=lambda: fitted.run(subject, lambda: _backward_side_by_side(subject.model, rows(), recompute)),
+        note=lambda: "; ".join(filter(None, [fitted.note(len(rows())), note])),
+        share=share,
+    )
+
+
+class LongRows:
+    """Length of rows that fit into memory, and whether FlexAttention is compiled for every length."""
+
+    def __init__(self, recompute: bool) -> None:
+        self.limit, self.static = ROW_LIMITS[recompute], False
+
+    def run(self, subject: Subject, backward: Callable[[], None], is_compiled: bool = False) -> None:
+        """Run a step, with shorter rows after it ran out of memory, and compiled anew after an error of a compiler."""
         while True:
             subject.model.zero_grad(set_to_none=True)
             try:
-                return _backward_trees(subject.model, workload, limit, recompute, static)
+                return backward()
             except torch.OutOfMemoryError:
-                if limit <= LEAST_LIMIT:
+                if self.limit <= LEAST_LIMIT:
                     raise
-                limit //= 2
+                self.limit //= 2
             except Exception:  # compiler errors, possibly over symbolic sizes
-                if static:
+                if self.static or not is_compiled:
                     raise
-                static = True
+                self.static = True
             release_memory()
 
-    def note() -> str:
-        rows = len(split(workload.sequences, limit))
-        text = f"{rows} rows of up to {limit:,} tokens" if rows > 1 else "one row"
-        return text + ("; compiled for every length" if static else "")
+    def note(self, rows: int) -> str:
+        text = f"{rows} rows of up to {self.limit:,} tokens" if rows > 1 else "one row"
+        return text + ("; compiled for every length" if self.static else "")
 
-    return GpuStep(run, note)
+
+def tree_mask(
+    subject: Subject, workload: Workload, limits: Limits, recompute: bool = False, kernels: str = "AUTO"
+) -> GpuStep:
+    """Run the prefix tree in rows as long as fit into memory, with FlexAttention under an ancestor mask."""
+    fitted = LongRows(recompute)
+
+    def backward() -> None:
+        _backward_trees(subject.model, workload, fitted.limit, recompute, fitted.static, kernels)
+
+    return GpuStep(
+        run=lambda: fitted.run(subject, backward, is_compiled=True),
+        note=lambda: fitted.note(len(split(workload.sequences, fitted.limit))),
+    )
 
 
 def ours(
@@ -213,18 +259,32 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _backward_rows(model: PreTrainedModel, rows: list[Row], recompute: bool) -> None:
-    with _arranged(model, "sdpa", recompute):
+def _backward_rows(model: PreTrainedModel, rows: list[Row], recompute: bool, kernel: SDPBackend | None) -> None:
+    is_chosen = kernel is not None and model.device.type == "cuda"
+    with _arranged(model, "sdpa", recompute), sdpa_kernel(kernel) if is_chosen else contextlib.nullcontext():
         for ids, labels, weights in rows:
             # No mask, where transformers would look for one: the flash kernel is causal by itself.
             hidden = model.model(ids, attention_mask={"full_attention": None}).last_hidden_state
             _backward_head(model, hidden[0], labels[0], weights[0])
 
 
-def _backward_trees(model: PreTrainedModel, workload: Workload, limit: int, recompute: bool, static: bool) -> None:
+def _backward_side_by_side(model: PreTrainedModel, rows: list[list[Pair]], recompute: bool) -> None:
+    with _arranged(model, SIDE_BY_SIDE, recompute):
+        for pairs in rows:
+            row, lengths = concatenated(pairs)
+            ids, labels, weights = _on(model.device, row)
+            own = {"position_ids": torch.cat([torch.arange(length) for length in lengths])[None].to(model.device)}
+            own |= {"attention_mask": {"full_attention": None}, "sequence_lengths": lengths}
+            hidden = model.model(ids, **own).last_hidden_state
+            _backward_head(model, hidden[0], labels[0], weights[0])
+
+
+def _backward_trees(
+    model: PreTrainedModel, workload: Workload, limit: int, recompute: bool, static: bool, kernels: str
+) -> None:
     many = torch._dynamo.config.patch(recompile_limit=64)  # static sizes compile once per size
-    with _arranged(model, IMPLEMENTATION, recompute), many:
-        for tree in prepared_trees(workload.sequences, workload.weights, limit, model.device, static):
+    with _arranged(model, TREE_MASK, recompute), many:
+        for tree in prepared_trees(workload.sequences, workload.weights, limit, model.device, static, kernels):
             _backward_tree(model, tree)
 
 
@@ -269,8 +329,23 @@ def _ours(name: str, description: str, cost: float, compiled_with: dict[str, Any
     return GpuMethod(name, "dta", description, cost, build)
 
 
+def _rivals(
+    name: str, family: str, description: str, cost: float, build: Callable[..., GpuStep], **settings: Any
+) -> list[GpuMethod]:
+    """Return a rival with all layers checkpointed, and without."""
+    return [
+        GpuMethod(
+            name + "-ckpt" * recompute,
+            family,
+            description + ", checkpointed" * recompute,
+            cost * (4 / 3 if recompute else 1),
+            functools.partial(build, recompute=recompute, **settings),
+        )
+        for recompute in (True, False)
+    ]
+
+
 _recomputed = functools.partial(dense, recompute=True)
-_recomputed_tree = functools.partial(tree_mask, recompute=True)
 
 # In order of execution: methods that the acceptance lines need come first.
 METHODS: dict[str, GpuMethod] = {
@@ -278,9 +353,13 @@ METHODS: dict[str, GpuMethod] = {
     for method in (
         GpuMethod("checkpoint", "dense", "one sequence at a time, layers checkpointed", 4 / 3, _recomputed),
         _ours("auto", "all options at their defaults", 1, {}),
-        GpuMethod("tree-mask-ckpt", "tree mask", "packed tree, FlexAttention, checkpointed", 2, _recomputed_tree),
-        GpuMethod("tree-mask", "tree mask", "packed tree, FlexAttention", 1.5, tree_mask),
+        *_rivals("tree-mask", "tree mask", "packed tree, FlexAttention", 1.5, tree_mask),
+        *_rivals("tree-flash", "tree mask", "packed tree, FlexAttention by FA4", 1, tree_mask, kernels="FLASH"),
         GpuMethod("dense", "dense", "one sequence at a time", 1, dense),
+        *_rivals(
+            "cudnn", "dense", "one sequence at a time, cuDNN's kernel", 1, dense, kernel=SDPBackend.CUDNN_ATTENTION
+        ),
+        *_rivals("varlen", "dense", "sequences side by side, torch's varlen kernels", 1, varlen),
         _ours("auto-0", "nothing kept from forward to backward", 4 / 3, {}, memory_budget=0),
         _ours("auto-2048", "chunks of 2,048 tokens", 1, {}, chunk_size=2048),
         _ours("auto-4096", "chunks of 4,096 tokens", 1, {}, chunk_size=4096),
@@ -296,6 +375,8 @@ ON_LOW_SHARING = (
     "tree-mask",
     "dense",
     "checkpoint",
+    "cudnn",
+    "varlen",
 )  # few sequences are prefixes of others there
 # Value of single parts; each is compiled separately.
 ABLATIONS: dict[str, GpuMethod] = {

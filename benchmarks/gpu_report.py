@@ -27,7 +27,9 @@ GIB = 2**30
 VERDICTS = {True: "pass", False: "FAIL", None: "unknown"}
 SHARING, LOW_SHARING = "airline_think", ("airline_modprefix", "mathlike", "aimelike")
 CHECKPOINT, TREE_MASKS, DENSE, OURS = ("checkpoint",), ("tree-mask", "tree-mask-ckpt"), ("dense", "checkpoint"), "auto"
-OVER_CHECKPOINT, OVER_TREE_MASK, OVER_DENSE = 10.0, 2.0, 1.0
+# Rivals at their fastest settings, where the packages that these need are installed.
+FASTEST = (*TREE_MASKS, "tree-flash", "tree-flash-ckpt", *DENSE, "cudnn", "cudnn-ckpt", "varlen", "varlen-ckpt")
+OVER_CHECKPOINT, OVER_TREE_MASK, OVER_DENSE, OVER_FASTEST, OVER_FASTEST_IN_MEMORY = 10.0, 2.0, 1.0, 1.5, 1.2
 MEMORY_MODEL, MEMORY_SHARE = "1.7b", 0.5  # share of dense memory without checkpointing
 LARGEST_GRADIENT_DIFFERENCE = 0.25  # between two bfloat16 runs; gradients of different losses differ by more than 1
 
@@ -100,8 +102,12 @@ def acceptance(report: GpuReport) -> list[Line]:
         sharing = report.result(f"{model}/{SHARING}")
         lines.append(_faster(f"{model}/{SHARING}", sharing, CHECKPOINT, OVER_CHECKPOINT))
         lines.append(_faster(f"{model}/{SHARING}", sharing, TREE_MASKS, OVER_TREE_MASK))
+        lines.append(_faster_than_all(f"{model}/{SHARING}", sharing, OVER_FASTEST))
+        lines.append(_faster_in_memory(f"{model}/{SHARING}", sharing))
         for name in LOW_SHARING:
-            lines.append(_faster(f"{model}/{name}", report.result(f"{model}/{name}"), DENSE, OVER_DENSE))
+            result = report.result(f"{model}/{name}")
+            lines.append(_faster(f"{model}/{name}", result, DENSE, OVER_DENSE))
+            lines.append(_faster_than_all(f"{model}/{name}", result, OVER_DENSE))
     lines.append(_memory(report.result(f"{MEMORY_MODEL}/{SHARING}")))
     lines.append(_gradients(report.results))
     return lines
@@ -119,10 +125,48 @@ def _faster(name: str, result: Result | None, rivals: tuple[str, ...], factor: f
         return Line(title, False if own is None else None, "; ".join(failed))
     best = max(rates, key=rates.__getitem__)
     text = f"{own / rates[best]:.2f}x of {best}: {own / 1000:.1f} against {rates[best] / 1000:.1f} K tokens/s"
-    ours = {m: rate for m in result.outcomes if m.startswith("auto") and (rate := result.throughput(m)) is not None}
+    ours = _rates(result, OURS)
     fastest = max(ours, key=ours.__getitem__)
     text += f" ({ours[fastest] / rates[best]:.2f}x with {fastest})" if fastest != OURS else ""
     return Line(title, own >= factor * rates[best], text)
+
+
+def _rates(result: Result | None, start: str = "") -> dict[str, float]:
+    """Return the throughput of the methods that ran and whose names begin so."""
+    names = [name for name in (result.outcomes if result else ()) if name.startswith(start)]
+    return {name: rate for name in names if result and (rate := result.throughput(name)) is not None}
+
+
+def _faster_than_all(name: str, result: Result | None, factor: float) -> Line:
+    """Check that ours is `factor` times as fast as the fastest of all rivals, if each has been tried."""
+    title = f"{name}: at least {factor:g}x of the fastest rival at its best setting"
+    rates = {method: rate for method, rate in _rates(result).items() if method in FASTEST}
+    own = result.throughput(OURS) if result else None
+    if result is None or own is None or not rates:
+        return Line(title, None, "not measured")
+    best = max(rates, key=rates.__getitem__)
+    text = f"{own / rates[best]:.2f}x of {best}"
+    if missing := [method for method in FASTEST if method not in rates]:
+        text += f"; not measured: {', '.join(missing)}"
+    failed = own < factor * rates[best]
+    return Line(title, False if failed else None if missing else True, text)
+
+
+def _faster_in_memory(name: str, result: Result | None) -> Line:
+    """Check that for each rival, ours is faster with a setting that needs no more memory."""
+    title = f"{name}: at least {OVER_FASTEST_IN_MEMORY:g}x of each rival that needs as much memory"
+    rates = _rates(result)
+    peaks = {method: outcome.peak_bytes or 0 for method, outcome in (result.outcomes if result else {}).items()}
+    ratios = {}
+    for rival in (method for method in FASTEST if method in rates and peaks[method]):
+        fitting = [rate for method, rate in _rates(result, OURS).items() if 0 < peaks[method] <= peaks[rival]]
+        ratios[rival] = max(fitting, default=0.0) / rates[rival]
+    if not ratios:
+        return Line(title, None, "not measured")
+    closest = min(ratios, key=ratios.__getitem__)
+    text = f"{ratios[closest]:.2f}x of" if ratios[closest] else "no setting as small as"
+    text += f" {closest}, within its {peaks[closest] / GIB:.1f} GiB"
+    return Line(title, ratios[closest] >= OVER_FASTEST_IN_MEMORY, text)
 
 
 def _memory(result: Result | None) -> Line:

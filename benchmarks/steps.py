@@ -45,12 +45,12 @@ def rectangle_of(workload: Workload) -> tuple[torch.Tensor, torch.Tensor, torch.
     return tensors[0], torch.nn.functional.pad(tensors[0][:, 1:], (0, 1)), tensors[1], tensors[2]
 
 
-def fill_rows(sequences: Sequence[IntArray]) -> list[list[int]]:
-    """Assign sequences to rows in order; a row has at most `ROW_TOKENS` tokens, or one sequence."""
+def fill_rows(sequences: Sequence[IntArray], most: int = ROW_TOKENS) -> list[list[int]]:
+    """Assign sequences to rows in order; a row has at most `most` tokens, or one sequence."""
     rows: list[list[int]] = []
     used = 0
     for index, sequence in enumerate(sequences):
-        if not rows or used + len(sequence) > ROW_TOKENS:
+        if not rows or used + len(sequence) > most:
             rows.append([])
             used = 0
         rows[-1].append(index)
@@ -58,8 +58,8 @@ def fill_rows(sequences: Sequence[IntArray]) -> list[list[int]]:
     return rows
 
 
-def concatenated(workload: Workload, group: list[int]) -> tuple[Row, list[int]]:
-    """Concatenate some sequences into one row; return it with their lengths."""
-    rows = [row_of(workload.sequences[index], workload.weights[index]) for index in group]
+def concatenated(pairs: Sequence[tuple[IntArray, FloatArray]]) -> tuple[Row, list[int]]:
+    """Concatenate sequences with weights into one row; return it with their lengths."""
+    rows = [row_of(*pair) for pair in pairs]
     ids, labels, weights = (torch.cat(tensors, dim=1) for tensors in zip(*rows, strict=True))
-    return (ids, labels, weights), [len(workload.sequences[index]) for index in group]
+    return (ids, labels, weights), [len(sequence) for sequence, _ in pairs]

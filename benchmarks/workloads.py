@@ -53,6 +53,11 @@ class Workload:
             row[-1] = 0.0
         return weights
 
+    @property
+    def pairs(self) -> list[tuple[IntArray, FloatArray]]:
+        """Sequences with their weights."""
+        return list(zip(self.sequences, self.weights, strict=True))
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:

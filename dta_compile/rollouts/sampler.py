@@ -55,9 +55,10 @@ class PrefixSampler:
         random = np.random.default_rng([self.seed % 2**64, self.epoch])
         order = self._depth_first(random)
         whole = len(order) - len(order) % self.rows
-        steps = order[:whole].reshape(-1, self.ranks, self.rows // (self.ranks * self.batch), self.batch)
-        random.shuffle(steps)
-        yield from steps.swapaxes(1, 2).ravel().tolist()
+        if whole:
+            steps = order[:whole].reshape(-1, self.ranks, self.rows // (self.ranks * self.batch), self.batch)
+            random.shuffle(steps)
+            yield from steps.swapaxes(1, 2).ravel().tolist()
         yield from order[whole:].tolist()
 
     def _depth_first(self, random: np.random.Generator) -> IntArray:

@@ -120,7 +120,7 @@ def trainer(family: str, folder: str, dtype: str = "float64", chunked: bool = Fa
             disable_cuda_graphs=True,
             **training,
         ),
-        parallelism=ParallelismConfig(),
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),  # the default needs a torch after 2.13
         checkpoint=CheckpointManager.Config(enable=False),
     )
     config.debug.seed = 0

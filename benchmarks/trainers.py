@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 import dta_compile
 from dta_compile.data import Rollout, bundled, load_rollouts
 from dta_compile.integrations.trainer_callback import compressions
+from dta_compile.rollouts import PrefixSampler
 
 Batches = list[list[np.ndarray]]
 VOCABULARY = 7936  # dense ids of all rollout files
@@ -55,10 +56,14 @@ def generated(rollouts: Sequence[Rollout], rows: int, steps: int) -> Batches:
     return batches
 
 
-def loaded(rollouts: Sequence[Rollout], rows: int, shuffled: bool) -> Batches:
-    """Return the data-loader batches of transformers' `Trainer` and TRL's SFT, randomly sampled or in order."""
-    order = torch.randperm(len(rollouts)).tolist() if shuffled else range(len(rollouts))
-    tokens = [rollouts[i].tokens for i in order]
+def loaded(rollouts: Sequence[Rollout], rows: int, order: str) -> Batches:
+    """Return the data-loader batches of transformers' `Trainer` and TRL's SFT; `order`: random, arrival or grouped."""
+    orders: dict[str, Callable[[], Iterable[int]]] = {
+        "random": lambda: torch.randperm(len(rollouts)).tolist(),
+        "arrival": lambda: range(len(rollouts)),
+        "grouped": lambda: PrefixSampler([rollout.tokens for rollout in rollouts], rows),
+    }
+    tokens = [rollouts[i].tokens for i in orders[order]()]
     return [tokens[i : i + rows] for i in range(0, len(tokens), rows)]
 
 
@@ -73,14 +78,15 @@ def packed(rollouts: Sequence[Rollout], length: int, rows: int) -> Batches:
     return [[rollout for row in per_row[i : i + rows] for rollout in row] for i in range(0, len(per_row), rows)]
 
 
-def pairs(rollouts: Sequence[Rollout], rows: int) -> Batches:
-    """Return DPO batches: the same turn of two trajectories of a task, in random order."""
+def pairs(rollouts: Sequence[Rollout], rows: int, order: str) -> Batches:
+    """Return DPO batches: the same turn of two trajectories of a task, in random order or grouped."""
     by_turn: dict[tuple[int, int], list[np.ndarray]] = {}
     for rollout in rollouts:
         by_turn.setdefault((rollout.group, rollout.turn), []).append(rollout.tokens)
     chosen = [two for alike in by_turn.values() for two in zip(alike[::2], alike[1::2], strict=False)]
-    order = torch.randperm(len(chosen)).tolist()
-    return [[row for i in order[k : k + rows] for row in chosen[i]] for k in range(0, len(chosen), rows)]
+    grouped = PrefixSampler([first for first, _ in chosen], rows)
+    numbers = list(grouped) if order == "grouped" else torch.randperm(len(chosen)).tolist()
+    return [[row for i in numbers[k : k + rows] for row in chosen[i]] for k in range(0, len(chosen), rows)]
 
 
 def sharing(paths: Sequence[str]) -> Table:
@@ -92,11 +98,15 @@ def sharing(paths: Sequence[str]) -> Table:
         "GRPO, 8 rows x 5 accumulated": lambda r: generated(r, 8, 5),
         "GRPO, 40 rows a batch": lambda r: generated(r, 40, 1),
         "GRPO, all rows of 5 x 40 a batch": lambda r: generated(r, min(200, len(r)), 1),
-        "SFT, Trainer: 8 random rows (default)": lambda r: loaded(r, 8, True),
-        "SFT, Trainer: 8 rows in order": lambda r: loaded(r, 8, False),
-        "SFT, Trainer: 40 rows in order": lambda r: loaded(r, 40, False),
+        "SFT, Trainer: 8 random rows (default)": lambda r: loaded(r, 8, "random"),
+        "SFT, Trainer: 8 rows in order": lambda r: loaded(r, 8, "arrival"),
+        "SFT, Trainer: 8 rows, group_rows": lambda r: loaded(r, 8, "grouped"),
+        "SFT, Trainer: 40 random rows": lambda r: loaded(r, 40, "random"),
+        "SFT, Trainer: 40 rows in order": lambda r: loaded(r, 40, "arrival"),
+        "SFT, Trainer: 40 rows, group_rows": lambda r: loaded(r, 40, "grouped"),
         "SFT, packing to the longest, 8 rows": lambda r: packed(r, max(map(len, r)), 8),
-        "DPO, 8 random pairs (default)": lambda r: pairs(r, 8),
+        "DPO, 8 random pairs (default)": lambda r: pairs(r, 8, "random"),
+        "DPO, 8 pairs, group_rows": lambda r: pairs(r, 8, "grouped"),
         "all rows in one tree": lambda r: [[one.tokens for one in r]],
     }
     files = {path: load_rollouts(path, dense=True) for path in paths}

@@ -1,16 +1,18 @@
 """The command `dta check`: what sharing a trainer's batching leaves of a dump of rollouts, and which settings keep it.
 
-The batches of transformers' `Trainer`, TRL's `GRPOTrainer` and verl's actor are made as these make them, from the
-names and defaults of their own settings. Random orders are drawn with a fixed seed, and verl's divisions by length are
-approximated (longest first, to whoever has least).
+The batches of transformers' `Trainer`, TRL's `SFTTrainer` (also packed), `DPOTrainer` and `GRPOTrainer`, and verl's
+actor are made as these make them, from the names and defaults of their own settings. Random orders are drawn with a
+fixed seed, and verl's divisions by length are approximated (longest first, to whoever has least).
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
+import dataclasses
 import heapq
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +28,7 @@ from dta_compile.estimate.predict import OPTIMIZERS, SHARDS, Ranks, estimate, mo
 from dta_compile.files import read_text
 from dta_compile.options import Options
 from dta_compile.plan import balance
+from dta_compile.rollouts import PrefixSampler
 
 MOST_BYTES = 2**24  # of a file of settings
 MOST_RANKS = 2**16
@@ -33,6 +36,9 @@ GAIN = 1.02  # settings that save less are not worth a word
 AS_JSON = {"True": "true", "False": "false", "None": "null"}  # as Python and Hydra write them
 Step = list[list[list[int]]]  # rows of each micro-batch of each rank
 OF_TRANSFORMERS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+OF_LOADERS = {**OF_TRANSFORMERS, "train_sampling_strategy": "random", "group_rows": False, "max_length": None}
+GROUPING = "callbacks=[DTACallback(group_rows=True)]"
+PACKED_LENGTH = 1024  # TRL's `max_length`
 # By trainer, settings that tell it from others, and its defaults.
 TRAINERS: dict[str, tuple[set[str], dict[str, Any]]] = {
     "verl": (
@@ -43,7 +49,8 @@ TRAINERS: dict[str, tuple[set[str], dict[str, Any]]] = {
         | {"trainer.n_gpus_per_node": 1, "trainer.nnodes": 1},
     ),
     "grpo": ({"num_generations", "steps_per_generation"}, {**OF_TRANSFORMERS, "steps_per_generation": None}),
-    "trainer": (set(), {**OF_TRANSFORMERS, "train_sampling_strategy": "random"}),
+    "dpo": ({"precompute_ref_log_probs", "f_divergence_type", "ld_alpha", "discopop_tau", "use_weighting"}, OF_LOADERS),
+    "trainer": (set(), {**OF_LOADERS, "packing": False}),
 }
 
 
@@ -87,18 +94,67 @@ def _is(given: str, name: str) -> bool:
 
 def steps_of(settings: Settings, sequences: Sequence[Recorded], ranks: int) -> list[Step]:
     """Divide a dump into optimiser steps, ranks and micro-batches as a trainer does."""
-    rows, random = list(range(len(sequences))), np.random.default_rng(0)
     if settings.trainer == "verl":
         return _steps_of_verl(settings, sequences, ranks)
+    if settings.trainer != "grpo":
+        return _steps_of_loader(settings, sequences, ranks)
+    rows, random = list(range(len(sequences))), np.random.default_rng(0)
     size, accumulated = settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"]
-    if settings.trainer == "trainer":
-        if settings["train_sampling_strategy"] != "sequential":
-            rows = random.permutation(rows).tolist()
-        steps = _cut(_cut(rows, size), ranks * accumulated)
-        return [[step[rank::ranks] for rank in range(min(ranks, len(step)))] for step in steps]
     generated = _cut(rows, size * (settings["steps_per_generation"] or accumulated))  # by a rank, then shuffled
     of_ranks = _cut([_cut(_cut(random.permutation(part).tolist(), size), accumulated) for part in generated], ranks)
     return [step for parts in of_ranks for step in _by_step(parts)]
+
+
+def _steps_of_loader(settings: Settings, sequences: Sequence[Recorded], ranks: int) -> list[Step]:
+    size, accumulated = settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"]
+    items = _cut(range(len(sequences)), 2 if settings.trainer == "dpo" else 1)  # rows that are never apart
+    if settings.trainer == "trainer" and settings["packing"]:
+        items = _packed(list(map(len, sequences)), settings["max_length"] or PACKED_LENGTH)
+    order: Iterable[int] = range(len(items))
+    if settings["group_rows"]:
+        firsts = [sequences[item[0]].tokens for item in items]
+        order = PrefixSampler(firsts, size * accumulated * ranks, size, ranks)
+    elif settings["train_sampling_strategy"] != "sequential":
+        order = np.random.default_rng(0).permutation(len(items)).tolist()
+    batches = [[row for item in batch for row in items[item]] for batch in _cut(list(order), size)]
+    steps = _cut(batches, ranks * accumulated)
+    return [[step[rank::ranks] for rank in range(min(ranks, len(step)))] for step in steps]
+
+
+def _packed(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Fill rows of `most` tokens with sequences, longest first, each where least room is left (best fit decreasing)."""
+    filled: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # ascending, with the number of the row
+    for row in sorted((row for row in range(len(lengths)) if lengths[row]), key=lambda row: -lengths[row]):
+        place = bisect.bisect_left(rooms, (lengths[row], 0))
+        room, number = rooms.pop(place) if place < len(rooms) else (most, len(filled))
+        if number == len(filled):
+            filled.append([])
+        filled[number].append(row)
+        bisect.insort(rooms, (room - lengths[row], number))
+    return filled
+
+
+def _as_cut(settings: Settings, sequences: Sequence[Recorded]) -> Sequence[Recorded]:
+    """Return the sequences as TRL cuts them before it makes batches."""
+    if settings.trainer not in ("dpo", "trainer"):
+        return sequences
+    if settings.trainer == "dpo" and len(sequences) % 2:
+        expected = "rows in pairs, a chosen one and the rejected one after it"
+        raise OptionError("a row without the other one of its pair", expected=expected, got=f"{len(sequences)} rows")
+    is_packed = settings.trainer == "trainer" and settings["packing"]
+    most = settings["max_length"] or (PACKED_LENGTH if is_packed else None)
+    if most is None or max(map(len, sequences)) <= most:
+        return sequences
+    return [
+        dataclasses.replace(
+            one,
+            tokens=one.tokens[:most],
+            routes=None if one.routes is None else one.routes[:most],
+            images=[image for image in one.images if image[1] <= most],
+        )
+        for one in sequences
+    ]
 
 
 def _steps_of_verl(settings: Settings, sequences: Sequence[Recorded], ranks: int) -> list[Step]:
@@ -147,7 +203,7 @@ def _by_step(of_ranks: list[list[Any]]) -> list[list[Any]]:
     return [[part[i] for part in of_ranks if i < len(part)] for i in range(max(map(len, of_ranks)))]
 
 
-def improvements(settings: Settings) -> Iterator[tuple[str, Settings]]:
+def improvements(settings: Settings, sequences: Sequence[Recorded]) -> Iterator[tuple[str, Settings]]:
     """Yield settings after the given ones, each with one more change that joins what the batching divides."""
     if settings.trainer == "verl":
         for name, value in (("actor.strategy", "dta"), ("actor.shuffle", False)):
@@ -162,8 +218,17 @@ def improvements(settings: Settings) -> Iterator[tuple[str, Settings]]:
         joined = {"per_device_train_batch_size": rows * accumulated, "gradient_accumulation_steps": 1}
         settings = settings.changed({**joined, "steps_per_generation": updates} if is_grpo else joined)
         yield "args=DTACallback.whole_steps(args)", settings
-    if not is_grpo and settings["train_sampling_strategy"] != "sequential":
-        yield "train_sampling_strategy=sequential", settings.changed({"train_sampling_strategy": "sequential"})
+    if not is_grpo and not settings["group_rows"]:
+        changes: dict[str, Any] = {}
+        if settings["train_sampling_strategy"] != "random":
+            changes["train_sampling_strategy"] = "random"
+        if settings.trainer == "trainer" and settings["packing"]:  # padding costs nothing over a tree
+            packed = len(_packed(list(map(len, sequences)), settings["max_length"] or PACKED_LENGTH))
+            per_row = len(sequences) / packed
+            changes["packing"] = False
+            changes["per_device_train_batch_size"] = round(settings["per_device_train_batch_size"] * per_row)
+        title = ", ".join([*(f"{name}={value}" for name, value in changes.items()), GROUPING])
+        yield title, settings.changed({**changes, "group_rows": True})
     if updates > 1:
         joined = {"per_device_train_batch_size": rows * accumulated * updates, "steps_per_generation": 1}
         yield f"one update a generation ({json.dumps(joined)})", settings.changed(joined)
@@ -222,12 +287,13 @@ def _run(arguments: argparse.Namespace) -> int:
     sequences = read_source(arguments.file, read_options(arguments)).sequences
     if not any(map(len, sequences)):
         raise OptionError("no sequences to check", where=arguments.file)
+    sequences = list(_as_cut(settings, sequences))
     gpus = settings["trainer.n_gpus_per_node"] * settings["trainer.nnodes"] if settings.trainer == "verl" else 1
     ranks = arguments.ranks or gpus
     if ranks > MOST_RANKS:
         raise OptionError("bad setting of a trainer", where="GPUs", expected=f"at most {MOST_RANKS}", got=str(ranks))
     found = [Variant.of("as set", settings, sequences, ranks)]
-    for title, changed in improvements(settings):
+    for title, changed in improvements(settings, sequences):
         better = Variant.of(f"set {title}", changed, sequences, ranks)
         if found[-1].tokens > GAIN * better.tokens:
             found.append(better)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,8 +12,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import TrainerCallback
 
+from dta_compile.data.prefix_keys import prefix_keys
 from dta_compile.errors import OptionError
 from dta_compile.plan import PrefixTree
+from dta_compile.rollouts import PrefixSampler
 
 Arguments = TypeVar("Arguments", bound=Any)
 
@@ -42,20 +44,23 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
 
     Args:
         options: options of `torch.compile(..., backend="dta", options=...)`.
+        group_rows: order the rows of each epoch so that those that share prefixes are in one optimiser step, instead of
+            at random. This changes the batches. The data set is read once, when training begins.
 
     Attributes:
         now: compression over the prefix trees of the single batches; None before the comparison.
         possible: compression over one tree of all their rows; None before the comparison.
     """
 
-    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        self.options = options
+    def __init__(self, options: Mapping[str, Any] | None = None, group_rows: bool = False) -> None:
+        self.options, self.group_rows = options, group_rows
         self.now: float | None = None
         self.possible: float | None = None
         self._batches: list[list[NDArray[np.int64]]] = []
         self._observes = False
         self._compiled: torch.nn.Module | None = None
         self._call: Any = None
+        self._sampler: PrefixSampler | None = None
 
     @staticmethod
     def whole_steps(args: Arguments) -> Arguments:
@@ -88,12 +93,19 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Compile the model in place, unless it or a part of it is compiled."""
+        if self.group_rows:
+            self._sampler = group_rows(args, kwargs["train_dataloader"])
         compiled = next((module for module in model.modules() if module._compiled_call_impl is not None), None)
         if compiled is None:
             model.compile(backend="dta", **({} if self.options is None else {"options": dict(self.options)}))
             compiled = model
         self._observes = self.now is None
         self._wrap(compiled)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Number the epoch for the order of its rows, which is then the same in a run that is resumed."""
+        if self._sampler is not None:
+            self._sampler.epoch = int(state.epoch or 0)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compare after each batch of an optimizer step but the last."""
@@ -108,7 +120,7 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
         if self._compiled is not None:
             self._compiled._compiled_call_impl = self._call
         self._compiled = self._call = None
-        self._batches, self._observes = [], False
+        self._batches, self._observes, self._sampler = [], False, None
 
     def _wrap(self, module: torch.nn.Module) -> None:
         """Wrap the call of the compiled module; hooks would become part of its graph."""
@@ -142,9 +154,59 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
         elif self.possible < NOTHING:
             logger.warning(
                 "dta: the rows of this step share next to nothing (C %.2f): let rows with common prefixes follow one "
-                "another, and the trainer keep their order (train_sampling_strategy='sequential')",
+                "another, and the trainer keep their order (train_sampling_strategy='sequential'), or let "
+                "DTACallback(group_rows=True) order them",
                 self.possible,
             )
+
+
+def group_rows(args: Any, loader: Any) -> PrefixSampler:
+    """Make a trainer's data loader take rows that share prefixes for one optimiser step, and return what orders them.
+
+    Raises:
+        OptionError: the trainer's arguments or its data set ask for another order.
+    """
+    batches = loader.batch_sampler
+    inner = getattr(batches, "batch_sampler", batches)  # of accelerate's shard for a rank
+    sampler: Any = getattr(inner, "sampler", None)
+    strategy = getattr(args, "train_sampling_strategy", "random")
+    repeats = hasattr(sampler, "mini_repeat_count")  # TRL's, of prompts
+    is_random = sampler.shuffle if repeats else isinstance(sampler, torch.utils.data.RandomSampler)
+    if strategy != "random" or not is_random or getattr(args, "packing", False):
+        raise OptionError(
+            "rows cannot be grouped by their prefixes",
+            where="DTACallback(group_rows=True)",
+            expected="random batches of a data set of known length, whose rows are not packed",
+            got=f"{strategy=!s}, packing={getattr(args, 'packing', False)}, {type(sampler).__name__}",
+            hint="leave train_sampling_strategy, shuffle_dataset and packing at their defaults, or leave group_rows",
+        )
+    seed = args.seed if getattr(args, "data_seed", None) is None else args.data_seed
+    if repeats:
+        grouped = PrefixSampler(prefix_keys(loader.dataset), sampler.batch_size, seed=seed)
+        sampler.shuffle = False  # its positions are then those of the order
+        inner.sampler = _Ordered(grouped, sampler)
+        return grouped
+    ranks = getattr(batches, "num_processes", args.world_size)
+    splits = getattr(batches, "split_batches", getattr(loader, "split_batches", False))
+    batch = inner.batch_size // (ranks if splits else 1)
+    rows = batch * ranks * args.gradient_accumulation_steps
+    grouped = PrefixSampler(prefix_keys(loader.dataset), rows, batch, ranks, seed)
+    inner.sampler = grouped
+    return grouped
+
+
+class _Ordered:
+    """Sampler that takes the positions of another one in an order."""
+
+    def __init__(self, order: PrefixSampler, positions: Any) -> None:
+        self.order, self.positions = order, positions
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(self.order)
+        return (order[position] for position in self.positions)
+
+    def __len__(self) -> int:
+        return len(self.positions)
 
 
 def with_positions(inputs: dict[str, Any], has_axes: bool = False) -> dict[str, Any]:

@@ -219,13 +219,22 @@ def test_batches_and_variants_are_compared(capsys):
         assert bad.split("=")[0] in capsys.readouterr().err
 
 
+GROUPED = "callbacks=[DTACallback(group_rows=True)]"
+WHOLE = "args=DTACallback.whole_steps(args)"
+UNPACKED = f"set packing=False, per_device_train_batch_size=4, {GROUPED}"
 CHECKED = {  # C as set and with each advice, as docs/use/verl.md and docs/use/trainers.md have them
     "grpo": ("--trainer grpo", {"as set": 2.73}),
     "accumulated": (
         "num_generations=4 gradient_accumulation_steps=5",
         {"as set": 2.07, "set args=DTACallback.whole_steps(args)": 3.38},
     ),
-    "sft": ("train_sampling_strategy=random", {"as set": 2.07, "set train_sampling_strategy=sequential": 2.73}),
+    "sft": ("train_sampling_strategy=random", {"as set": 2.07, f"set {GROUPED}": 2.79}),
+    "sft on two": ("group_rows=true gradient_accumulation_steps=2 --ranks 2", {"as set": 2.79, f"set {WHOLE}": 3.07}),
+    "packed": (
+        "packing=true max_length=2048 per_device_train_batch_size=2",
+        {"as set": 1.73, UNPACKED: 2.28},
+    ),
+    "dpo": ("use_weighting=true per_device_train_batch_size=4", {"as set": 2.24, f"set {GROUPED}": 2.59}),
     "verl": ("{verl} +actor_rollout_ref.rollout.n=8", {"as set": 1.54, "set actor.strategy=dta": 3.23}),
     "verl on eight": ("rollout.n=8 strategy=dta --ranks 8", {"as set": 2.53}),
 }
@@ -267,6 +276,11 @@ def test_a_checked_step_has_a_price_and_bad_settings_are_refused(tmp_path, capsy
     rows.write_text("[]\n")
     assert main(["check", str(rows)]) == 2
     assert "no sequences to check" in capsys.readouterr().err
+    rows.write_text("[1, 2, 3]\n[1, 2]\n[1, 2, 4, 5]\n")
+    assert main(["check", str(rows), "--trainer", "dpo"]) == 2
+    assert "a row without the other one of its pair" in capsys.readouterr().err
+    assert main(["check", str(rows), "packing=true", "max_length=3", "group_rows=true"]) == 0
+    assert "3 sequences, 8 tokens, 4 in one tree" in capsys.readouterr().out
 
 
 def test_bad_options_are_refused_with_a_suggestion(lines, capsys):

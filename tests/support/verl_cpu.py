@@ -191,32 +191,35 @@ def _image_rollout(model: Any, row: list[int | str], group: int, turn: int) -> I
     return ImageRollout(ids[0].numpy().astype(np.int32), spans, *own, media=media, positions=positions)
 
 
-def engine_of(strategy: str, path: str, settings: Settings, kind: str = "language_model") -> Any:
-    """Build verl's engine of a strategy, for an actor or a critic ("value_model"), like its workers do."""
-    model_config = HFModelConfig(
-        path=path,
-        load_tokenizer=False,
-        override_config={"attn_implementation": "sdpa"},
-        model_type=kind,
-        enable_gradient_checkpointing=settings.checkpointing,
-        use_remove_padding=settings.remove_padding,
-        **settings.model,
-    )
-    engine_config = actor_of(strategy, settings).engine
-    engine = EngineRegistry.new(
-        model_type=kind,
-        backend=engine_config.strategy,
-        model_config=model_config,
-        engine_config=engine_config,
-        optimizer_config=FSDPOptimizerConfig(
+def parts_of(strategy: str, path: str, settings: Settings, kind: str = "language_model") -> dict[str, Any]:
+    """Return what verl's engines and workers are made of."""
+    return {
+        "model_type": kind,
+        "model_config": HFModelConfig(
+            path=path,
+            load_tokenizer=False,
+            override_config={"attn_implementation": "sdpa"},
+            model_type=kind,
+            enable_gradient_checkpointing=settings.checkpointing,
+            use_remove_padding=settings.remove_padding,
+            **settings.model,
+        ),
+        "engine_config": actor_of(strategy, settings).engine,
+        "optimizer_config": FSDPOptimizerConfig(
             lr=settings.learning_rate,
             optimizer=settings.optimizer,
             weight_decay=0.0,
             total_training_steps=100,
             clip_grad=0.5,
         ),
-        checkpoint_config=CheckpointConfig(),
-    )
+        "checkpoint_config": CheckpointConfig(),
+    }
+
+
+def engine_of(strategy: str, path: str, settings: Settings, kind: str = "language_model") -> Any:
+    """Build verl's engine of a strategy, for an actor or a critic ("value_model"), like its workers do."""
+    parts = parts_of(strategy, path, settings, kind)
+    engine = EngineRegistry.new(backend=parts["engine_config"].strategy, **parts)
     torch.manual_seed(0)  # adapters have random initial weights
     engine.initialize()
     return engine

@@ -18,7 +18,7 @@ from trl.kernels import ChunkedLogProbFunction
 import dta_compile
 from dta_compile.errors import OptionError
 from dta_compile.integrations import trl_head
-from dta_compile.integrations.trainer_callback import compressions, positions_are_relative, with_positions
+from dta_compile.integrations.trainer_callback import compressions, group_rows, positions_are_relative, with_positions
 from tests.support import launched, trainers
 from tests.support.families import build
 
@@ -94,6 +94,60 @@ def test_batches_that_cannot_be_one_are_an_error():
     for other in ({"loss_type": "bnpo"}, uneven):
         with pytest.raises(OptionError, match="cannot be one batch"):
             dta_compile.DTACallback.whole_steps(GRPOConfig(**settings, **other))
+
+
+def grouped(trainer):
+    trainer.add_callback(dta_compile.DTACallback(group_rows=True))
+    return trainer.model
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_rows_grouped_by_prefixes_share_and_come_again_when_training_is_resumed(tmp_path):
+    """Pairs of answers to prompts, in six steps of four rows, which are of two epochs."""
+    settings = {"train_sampling_strategy": "random", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    settings |= {"max_steps": 6, "save_strategy": "steps", "save_steps": 5}
+    runs = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-5")):
+        trainer, batches = trainers.plain(str(tmp_path), [], **settings), []
+        collate = trainer.data_collator
+        trainer.data_collator = lambda rows, collate=collate, batches=batches: batches.append(rows) or collate(rows)
+        grouped(trainer)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        runs.append([[row["input_ids"] for row in batch] for batch in batches])
+    whole, resumed = runs
+    assert all(a[:8] == b[:8] for a, b in whole), "answers to one prompt"
+    assert whole[:8] != whole[8:12] and resumed == whole[-len(resumed) :] and len(resumed) < len(whole)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("way", "settings"),
+    [
+        ("plain", {"train_sampling_strategy": "group_by_length"}),
+        ("sft", {"train_sampling_strategy": "sequential"}),
+        ("sft", {"packing": True, "max_length": 64, "train_sampling_strategy": "random"}),
+        ("grpo", {"shuffle_dataset": False}),
+    ],
+)
+def test_rows_are_not_grouped_against_another_order(way, settings):
+    with pytest.raises(OptionError, match="rows cannot be grouped by their prefixes"):
+        trainers.train(getattr(trainers, way), grouped, **settings)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_prompts_are_grouped_by_their_texts():
+    """The beginnings of two sets of prompts alternate; a generation is of two prompts."""
+    trainer = trainers.grpo("none", [])
+    rows = [{"prompt": trainers.text([3 + i % 2, 5, 6, 7 + i])} for i in range(8)]
+    trainer.train_dataset = trainers.Dataset.from_list(rows)
+    loader = trainer.get_train_dataloader()
+    sampler, seen = group_rows(trainer.args, loader), []
+    for sampler.epoch in (0, 1):
+        order = list(loader.batch_sampler.sampler)
+        assert len(order) == len(loader.batch_sampler.sampler) == 8 * trainers.GROUP
+        seen.append([order[i : i + 2 * trainers.GROUP : trainers.GROUP] for i in range(0, 8 * 4, 2 * trainers.GROUP)])
+        assert all(a % 2 == b % 2 for a, b in seen[-1])
+    assert seen[0] != seen[1]
 
 
 def lora():

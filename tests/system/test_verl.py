@@ -149,6 +149,18 @@ def test_two_ranks():
     assert found["tokens"] < 0.7 * found["given"]
 
 
+def test_distillation_by_verls_worker_on_two_ranks():
+    """Three updates towards the largest log-probs of a teacher, each over new rows, which ranks exchange."""
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.support.verl_distillation"]
+    done = subprocess.run([sys.executable, "-m", *launch], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["moved"] > 1e-4
+    assert found["difference"] < 3e-6
+    assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-5)
+    assert found["compression"] > 2
+
+
 def critic_loss(**values):
     config = types.SimpleNamespace(cliprange_value=5.0, loss_agg_mode="token-mean", loss_scale_factor=None)
     return value_loss(config, **values)

@@ -16,7 +16,7 @@ operators after it treat every row by itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import sympy
@@ -216,7 +216,7 @@ class _Widened:
         return call(self.graph, aten.where.self, is_own, own, first)
 
     def _is_this_part(self, node: fx.Node) -> bool:
-        """Return whether a slice `x[:, start:]` of all tokens has those of this part, so that their places are these."""
+        """Return whether a slice `x[:, start:]` of all tokens has those of this part, at the same places."""
         if node.target is not aten.slice.Tensor:
             return False
         of_all = sizes(node.args[0])

@@ -95,6 +95,7 @@ def all_sizes(node: fx.Node) -> list[sympy.Expr]:
     results = [value for value in tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
     return [expression(size) for value in results for size in value.shape]
 
+
 def pair_next_tokens(graph: fx.Graph, parameters: Collection[fx.Node]) -> None:
     """Replace causal attention over all tokens but one in place; `graph` is functional."""
     calls = mixer_calls(graph)

@@ -21,7 +21,7 @@ from dta_compile.errors import RefusalError
 __all__ = ["Encoder", "Features", "Returned", "as_table", "distinct", "encode_distinct"]
 
 MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # 2**64 over the golden ratio, as a signed number
-BLOCK = 2**20  # numbers of media that are hashed or compared at a time
+BLOCK = 2**17  # numbers of media that are hashed or compared at a time
 ROUNDING = 1000  # times the precision of the dtype, relative to the largest feature: sums in another order
 
 WHERE = "the encoder in front of the tokens"

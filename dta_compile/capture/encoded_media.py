@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -33,9 +34,10 @@ from dta_compile.capture.flex_attention import eliminate_dead_code
 from dta_compile.errors import RefusalError
 from dta_compile.integrations.layer_groups import gather_all
 from dta_compile.ops.feature_tables import TABLE_ROWS
-from dta_compile.passes.program import memory, where, with_writes, writes_of
+from dta_compile.passes.program import memory, output_node, where, with_writes, writes_of
 from dta_compile.passes.symbols import expression, hint, symbol_sources, symbolic
-from dta_compile.runtime.encoders import Features, encode_distinct
+from dta_compile.runtime.encoders import Features, Returned, encode_distinct, least
+from dta_compile.runtime.measure.budget import default_budget
 
 # Rows of a table in the trace. Nothing in the remaining graph depends on the number: gradients of an embedding are
 # added to the rows of an accumulator, which has the table's size at run time.
@@ -76,11 +78,28 @@ class GraphEncoder:
     media: Sequence[int]
     tables: Sequence[int]
 
-    def encode(self, args: Sequence[Any], look: bool) -> Features:
-        """Encode the distinct media among the inputs of the captured graph; `look` as in `encode_distinct`."""
+    @property
+    def is_trained(self) -> bool:
+        """Whether a gradient flows through it."""
+        features = output_node(self.module.graph).args[0]
+        return torch.is_grad_enabled() and any(node.meta["example_value"].requires_grad for node in features)
+
+    def encode(self, args: Sequence[Any], look: bool, bytes_each: float, budget: float) -> Features:
+        """Encode the distinct media among the inputs of the captured graph; arguments as in `encode_distinct`."""
         values = [args[number] for number in self.inputs]
         encode, works_for = functools.partial(self._encode, values), functools.partial(self._works_for, values)
-        return encode_distinct(encode, [values[i] for i in self.media], look, works_for)
+        return encode_distinct(encode, [values[i] for i in self.media], look, works_for, bytes_each, budget)
+
+    def bytes_each(self, args: Sequence[Any]) -> float:
+        """Run it on copies of one medium, as few as it takes; return about the bytes that autograd keeps for each."""
+        values = [args[number] for number in self.inputs]
+        media = [values[i] for i in self.media]
+        if not len(media[0]) or any(len(value) != len(media[0]) for value in media):
+            return 0.0
+        few = least(functools.partial(self._works_for, values), len(media[0]))
+        with torch.no_grad(), Returned() as returned:
+            self._encode(values, *(value[:1].repeat(few, *[1] * (value.dim() - 1)) for value in media))
+        return returned.bytes / few
 
     @functools.cached_property
     def _traced(self) -> list[Any]:
@@ -138,26 +157,33 @@ class EncodedMedia:
         """Wrap a callable of the remaining graph as one over the inputs of the captured graph.
 
         Args:
-            note: is given a sentence on what each encoder ran, after each call.
-            budget: for `EncoderCalls` alone, as a trace may not hold for other numbers of media.
+            note: is given a sentence on what each encoder ran and the bytes that it keeps, after each call.
+            budget: bytes of activations that each encoder may keep; None: by the device's free memory.
         """
         proven: set[GraphEncoder] = set()
+        kept: dict[Any, float] = {}  # by encoder and sizes of its media, bytes for each of them
 
         def run_encoded(*args: Any) -> Sequence[Any]:
             gather_all()
             made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
             notes = []
             for encoder in self.encoders:
-                found = encoder.encode(args, look=encoder not in proven)
+                bytes_each, most = 0.0, math.inf
+                if encoder.is_trained:
+                    media = [args[encoder.inputs[i]] for i in encoder.media]
+                    key = (encoder, *(value.shape[1:] for value in media))
+                    if key not in kept:
+                        kept[key] = encoder.bytes_each(args)
+                    bytes_each = kept[key]
+                    most = default_budget(media[0].device) if budget is None else budget
+                found = encoder.encode(args, encoder not in proven, bytes_each, most)
                 if found.is_proof:
                     proven.add(encoder)
                 made |= zip(encoder.tables, zip(found.tables, found.rows, strict=True), strict=True)
-                notes.append(
-                    f"{found.media} images (or other media), {found.distinct} different, {found.encoded} encoded"
-                )
+                notes.append((found.note, found.kept_bytes))
             results = run(*args, *(value for number in sorted(made) for value in made[number]))
-            for sentence in notes:
-                note(sentence, 0)
+            for sentence, kept_bytes in notes:
+                note(sentence, kept_bytes)
             return results
 
         return run_encoded
@@ -320,12 +346,9 @@ class Cut:
         last = list(graph.find_nodes(op="placeholder"))[-1]
         with value.fake_mode, graph.inserting_before(last.next):
             table, rows = (graph.placeholder(f"{name}_{number}") for name in ("features", "rows_of_features"))
-            table.meta["example_value"] = torch.empty(
-                (TRACED_ROWS, int(value.shape[-1])),
-                dtype=value.dtype,
-                device=value.device,
-                requires_grad=value.requires_grad,
-            )
+            # A parameter, also if its encoder is frozen: else its rows would be copied out for every token of the batch.
+            made = torch.empty((TRACED_ROWS, int(value.shape[-1])), dtype=value.dtype, device=value.device)
+            table.meta["example_value"] = torch.nn.Parameter(made, requires_grad=value.requires_grad)
             rows.meta["example_value"] = torch.empty((TRACED_ROWS,), dtype=torch.int64, device=value.device)
         return table, rows
 

@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from dta_compile.errors import RefusalError
 from dta_compile.integrations import checkpoint_flags
-from dta_compile.runtime.encoders import dependence, distinct
+from dta_compile.runtime.encoders import Returned, dependence, distinct
 from dta_compile.runtime.measure.budget import default_budget
 
 TENSOR = "<tensor>"  # stands for a tensor among the constant arguments of a method
@@ -274,7 +273,7 @@ class Encoder(MethodCall):
     @property
     def note(self) -> str:
         """What the last call of `distinct` ran."""
-        again = f", in {self.groups} groups that the backward encodes again" if self.groups > 1 else ""
+        again = f" in {self.groups} groups, and again in the backward" if self.groups > 1 else ""
         return f"{self.name}: {self.units} images (or other media), {self.runs} different and encoded{again}"
 
     def learn(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -299,7 +298,7 @@ class Encoder(MethodCall):
         self._form = Form(type(output), fields, widths, tuple(outermost), weights)
         self._one_by_one = bool(fields) and fields[0][1] == ("tensor", 0)
         if batch := self._batch(tuple(tensors)):
-            self._bytes_per_row = reads.returned / sum(batch.rows)
+            self._bytes_per_row = reads.bytes / sum(batch.rows)
         self.refusal = self._refusal_of(trial.is_random, self._modules())
 
     def _features(self, tensors: Sequence[torch.Tensor]) -> tuple[Tensors, list[int]]:
@@ -468,27 +467,18 @@ class _Trial:
             torch.get_device_module(device).set_rng_state(state, device)
 
 
-class _Weights(TorchDispatchMode):
-    """Collect parameters that operators read, and other tensors that require a gradient, by their `id`.
-
-    `returned` counts bytes of results that are no views, which is about what autograd keeps.
-    """
-
-    supports_higher_order_operators = True
+class _Weights(Returned):
+    """Collect parameters that operators read, and other tensors that require a gradient, by their `id`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weights: dict[int, torch.Tensor] = {}
-        self.returned = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, nn.Parameter) or (isinstance(value, torch.Tensor) and value.requires_grad):
                 self.weights[id(value)] = value
-        result = func(*args, **(kwargs or {}))
-        if not (isinstance(func, torch._ops.OpOverload) and any(of.alias_info for of in func._schema.returns)):
-            self.returned += sum(value.nbytes for value in tree_leaves(result) if isinstance(value, torch.Tensor))
-        return result
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @contextlib.contextmanager

@@ -1,20 +1,27 @@
-"""Run the encoders of images and other media before the tree: once per distinct medium of a batch."""
+"""Run the encoders of images and other media before the tree: once per distinct medium of a batch.
+
+An encoder whose activations would take more than the budget runs on groups of media, and again in the backward.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from dta_compile.errors import RefusalError
 
-__all__ = ["Encoder", "Features", "as_table", "distinct", "encode_distinct"]
+__all__ = ["Encoder", "Features", "Returned", "as_table", "distinct", "encode_distinct"]
 
 MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # 2**64 over the golden ratio, as a signed number
-BLOCK = 2**20  # numbers of media that are hashed or compared at a time
+BLOCK = 2**17  # numbers of media that are hashed or compared at a time
 ROUNDING = 1000  # times the precision of the dtype, relative to the largest feature: sums in another order
 
 WHERE = "the encoder in front of the tokens"
@@ -35,6 +42,8 @@ class Features:
         rows: per feature tensor, `[N]` the row of each of the batch's features.
         media, distinct, encoded: number of media in the batch, of different ones, and of those that were encoded.
         is_proof: different media were compared with themselves alone.
+        groups: number of groups that were encoded one after the other.
+        kept_bytes: about the activations that are kept at a time.
     """
 
     tables: Sequence[torch.Tensor]
@@ -43,6 +52,30 @@ class Features:
     distinct: int
     encoded: int
     is_proof: bool = False
+    groups: int = 1
+    kept_bytes: float = 0.0
+
+    @property
+    def note(self) -> str:
+        """What was encoded."""
+        what = f"{self.media} images (or other media), {self.distinct} different, {self.encoded} encoded"
+        return what + (f" in {self.groups} groups, and again in the backward" if self.groups > 1 else "")
+
+
+class Returned(TorchDispatchMode):
+    """Count `bytes` of results of operators that are no views, which is about what autograd keeps of them."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not (isinstance(func, torch._ops.OpOverload) and any(of.alias_info for of in func._schema.returns)):
+            self.bytes += sum(value.nbytes for value in tree_leaves(result) if isinstance(value, torch.Tensor))
+        return result
 
 
 def distinct(media: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
@@ -89,7 +122,12 @@ def _hashes(words: torch.Tensor) -> list[int]:
 
 
 def encode_distinct(
-    encoder: Encoder, media: Sequence[torch.Tensor], look: bool, works_for: Callable[[int], bool] = lambda count: True
+    encoder: Encoder,
+    media: Sequence[torch.Tensor],
+    look: bool,
+    works_for: Callable[[int], bool] = lambda count: True,
+    bytes_each: float = 0.0,
+    budget: float = math.inf,
 ) -> Features:
     """Encode each distinct medium once.
 
@@ -98,6 +136,9 @@ def encode_distinct(
             media have of their own), the batch is one medium.
         look: compare the features with those of the whole batch, and of a medium alone.
         works_for: whether the encoder takes so many media; if not, the first medium is encoded several times.
+        bytes_each: about the activations of a medium that autograd keeps; 0 if it keeps none.
+        budget: bytes of activations that may be kept. If they need more, groups of media that need no more, or are as
+            small as the encoder takes, are encoded, and again in the backward.
 
     Raises:
         RefusalError: features of a medium depend on the other media of the batch.
@@ -112,14 +153,39 @@ def encode_distinct(
     encoded = next((k for k in range(different, count) if works_for(k)), count)
     if encoded == count:
         kinds, first = [first[kind] for kind in kinds], list(range(count))
-    tables = _tables(encoder, media, [*first, *first[:1] * (encoded - len(first))])
-    alone = next((k for k in range(1, count + 1) if works_for(k)), 0)  # of one medium
-    for sample in ([*range(count)] if encoded < count else [], [0] * alone) if look else ():
+    chosen = [*first, *first[:1] * (encoded - len(first))]
+    groups = _groups(chosen, works_for, int(min(budget / bytes_each, encoded)) if bytes_each else encoded)
+    if len(groups) == 1:
+        tables = _tables(encoder, media, chosen)
+    else:
+        of_groups = [
+            checkpoint(_tables, encoder, media, group, use_reentrant=False, preserve_rng_state=False)
+            for group in groups
+        ]
+        tables = [*map(torch.cat, zip(*of_groups, strict=True))]
+    encoded = sum(map(len, groups))
+    is_whole = encoded == count and len(groups) == 1
+    for sample in ([] if is_whole else [*range(count)], [0] * least(works_for, count)) if look else ():
         if sample:
             rows = [_rows(table, [kinds[i] for i in sample], encoded) for table in tables]
             _require_equal(_tables(encoder, media, sample, torch.no_grad()), tables, rows)
     rows = [_rows(table, kinds, encoded) for table in tables]
-    return Features(tables, rows, count, different, encoded, look and alone > 0 and different > 1)
+    kept = bytes_each * max(map(len, groups))
+    return Features(tables, rows, count, different, encoded, look and different > 1, len(groups), kept)
+
+
+def least(works_for: Callable[[int], bool], count: int) -> int:
+    """Return the least number of media that an encoder takes; `count` is one that it takes."""
+    return next((k for k in range(1, count) if works_for(k)), count)
+
+
+def _groups(chosen: list[int], works_for: Callable[[int], bool], most: int) -> list[list[int]]:
+    """Divide media into groups of up to `most`, if the encoder takes so few; the last one may repeat some."""
+    size = next((k for k in range(min(most, len(chosen)), 0, -1) if works_for(k)), None)
+    size = least(works_for, len(chosen)) if size is None else size
+    groups = [chosen[i : i + size] for i in range(0, len(chosen), size)]
+    groups[-1] = (groups[-1] * size)[:size] if not works_for(len(groups[-1])) else groups[-1]
+    return groups
 
 
 def _tables(

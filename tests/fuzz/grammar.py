@@ -30,6 +30,14 @@ EMBEDDINGS = [
     Part("x = self.embed(ids) + self.second(advantage[..., None])", "self.second = nn.Linear(1, D)"),
     Part("x = F.normalize(self.embed.weight, dim=-1)[ids]"),
     Part("x = self.embed(ids.t()).transpose(0, 1)"),
+    Part(
+        "x = torch.cat([self.front.expand(B, -1, -1), self.embed(ids[:, 1:])], 1)",
+        "self.front = nn.Parameter(torch.randn(1, D))",
+    ),
+    Part(
+        "x = self.embed(ids)\nx = torch.cat([self.front.repeat(B, 1, 1), x[:, 2:]], 1) if S > 2 else x",
+        "self.front = nn.Parameter(torch.randn(1, 2, D))",
+    ),
 ]
 
 _TABLE = "self.table = nn.Parameter(torch.randn(LONGEST, D))"

@@ -126,6 +126,20 @@ def test_images_at_any_depth(reader, layout):
     assert_same(compiled_run(compiled, model, *batch), one_by_one(model, *batch))
 
 
+def test_images_are_encoded_in_groups_that_fit_into_the_budget():
+    model = Reader()
+    compiled = torch.compile(model, backend="dta", options={"memory_budget": 0, "codegen": "eager"})
+    for layout in ([[1, "a", 2, "b", 3], [1, "a", "c", "b", 4]], [["a", 1, "b", 2, "a", "c"], [1, "b", 2, "c"]]):
+        batch = rows_of(layout)
+        assert_same(compiled_run(compiled, model, *batch), one_by_one(model, *batch))
+        (note,) = (note for note in dta_compile.last_plan(compiled).estimates.notes if "images" in note)
+        assert "3 different" in note and "groups, and again in the backward" in note
+    torch.compiler.reset()
+    model = OverTheBatch()
+    with pytest.raises(RefusalError, match="depend on the other images"):
+        torch.compile(model, backend="dta", options={"memory_budget": 0})(*batch)
+
+
 def test_frozen_parts_and_scoring():
     model = Reader()
     compiled = torch.compile(model, backend="dta")

@@ -266,24 +266,6 @@ def test_embeddings_that_need_gradients_are_refused():
         compiled(torch.randn(3, 9, WIDTH, requires_grad=True))
 
 
-def test_a_learned_prompt_is_named():
-    class Prompted(Model):
-        def __init__(self):
-            super().__init__()
-            self.prompt = nn.Parameter(torch.randn(4, WIDTH))
-
-        def forward(self, ids):
-            x = torch.cat([self.prompt.expand(len(ids), -1, -1), self.embedding(ids)], 1)
-            for block in self.blocks:
-                x = block(x)
-            return self.head(x)
-
-    torch._dynamo.reset()
-    with pytest.raises(RefusalError, match="a learned prompt stands among the tokens") as info:
-        torch.compile(Prompted(), backend="dta")(torch.randint(0, VOCABULARY, (3, 9)))
-    assert "test_refusals.py" in info.value.where and "register_token_rule" not in info.value.hint
-
-
 def test_a_graph_break_inside_the_model_names_its_line():
     def breaks(block, x, q, k, v):
         torch._dynamo.graph_break()

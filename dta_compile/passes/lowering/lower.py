@@ -50,6 +50,7 @@ from dta_compile.passes.lowering.gradient_flow import (
     was_written,
     whole,
 )
+from dta_compile.passes.lowering.joined_tokens import join_tokens
 from dta_compile.passes.lowering.next_tokens import pair_next_tokens
 from dta_compile.passes.lowering.one_length import OneLength
 from dta_compile.passes.lowering.repeated_calls import RepeatedCalls, merge_equal_values
@@ -97,6 +98,7 @@ def lower(program: Program) -> None:
     spread_selected_rows(module.graph, weights)
     select_masked_writes(module.graph)
     _forget_counts(module.graph, program)
+    join_tokens(module.graph, _inputs(module, program, *TRAINED))
     pair_next_tokens(module.graph, _inputs(module, program, *TRAINED))
     shifts_to_mixers(module.graph, _inputs(module, program, *TRAINED))
     sizes_from_inputs(module.graph)

@@ -13,11 +13,13 @@ treat every token by itself is for the pass `token_axis` to prove.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from dta_compile.ops.attention import ATTENTION_CALL, Masking
 from dta_compile.ops.experts.operators import EXPERT_LINEAR, EXPERT_SUM
@@ -50,8 +52,48 @@ COPIED = (
 )  # fmt: skip
 
 
-class _NotPaired(Exception):
-    """A value is not made of tokens and the next ones."""
+class CannotResize(Exception):
+    """A value has no counterpart over other tokens."""
+
+
+def resized(
+    graph: fx.Graph,
+    node: fx.Node,
+    replaced: Mapping[fx.Node, fx.Node],
+    sizes_of: SizeNodes,
+    change: tuple[sympy.Expr, sympy.Expr],
+    takes_sizes: Collection[Any] = TAKE_A_SHAPE,
+) -> fx.Node:
+    """Insert a copy of a call for another number of tokens (or rows).
+
+    Args:
+        replaced: by argument, the one of the copy.
+        change: the number as it was, and as it is in the arguments of an operator that `takes_sizes`.
+
+    Raises:
+        CannotResize: a size is no polynomial, or the result has others than with this number in the place of the old.
+    """
+
+    def new(arg: fx.Node) -> Any:
+        if has_tensor(arg):
+            return replaced.get(arg, arg)
+        if node.target not in takes_sizes:
+            return arg  # a number like any other, as in `h / h.shape[1]`
+        if (size := sizes_of.build(expression(arg.meta["val"]).subs(*change))) is None:
+            raise CannotResize
+        return size
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), new)
+    copy = call(graph, node.target, *args, **kwargs)
+    if [size.subs(*change) for size in all_sizes(node)] != all_sizes(copy):
+        raise CannotResize
+    return copy
+
+
+def all_sizes(node: fx.Node) -> list[sympy.Expr]:
+    """Return the sizes of all results of a call."""
+    results = [value for value in tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
+    return [expression(size) for value in results for size in value.shape]
 
 
 def pair_next_tokens(graph: fx.Graph, parameters: Collection[fx.Node]) -> None:
@@ -72,7 +114,7 @@ def pair_next_tokens(graph: fx.Graph, parameters: Collection[fx.Node]) -> None:
     try:
         for node in nodes:
             pairs.add(node)
-    except (_NotPaired, RuntimeError, ValueError):  # of torch: an operator takes this number of tokens alone
+    except (CannotResize, RuntimeError, ValueError):  # of torch: an operator takes this number of tokens alone
         pass
     else:
         pairs.replace()
@@ -94,7 +136,7 @@ class _Pairs:
         return self._cut(node) is not None and not argument(node, 2, "start")
 
     def add(self, node: fx.Node) -> None:
-        """Add the replacement of a node, if it has one; raises `_NotPaired`."""
+        """Add the replacement of a node, if it has one; raises `CannotResize`."""
         if not has_tensor(node) or node.op != "call_function":
             return
         with self.graph.inserting_before(node.next):
@@ -109,7 +151,7 @@ class _Pairs:
             if argument(node, 2, "start") == 1:
                 return node.args[0]
             if not self.is_shift(node):
-                raise _NotPaired
+                raise CannotResize
             if is_learned:
                 return shifted(node.args[0], dim, self.batch, self.tokens)
             return self._joined(call(self.graph, aten.slice.Tensor, node.args[0], dim, 0, 1), node, dim)
@@ -125,8 +167,8 @@ class _Pairs:
             return self._attention(node)
         is_part = node.target in (aten.slice.Tensor, aten.select.int) and self._is_of_features(node)
         if not (node.target in COPIED or is_pointwise(node) or is_part):
-            raise _NotPaired
-        return self._copy(node)
+            raise CannotResize
+        return resized(self.graph, node, self.whole, self.sizes, (self.tokens, self.tokens + 1))
 
     def _cut(self, node: fx.Node) -> int | None:
         """Return the dimension that a slice cuts from all tokens to all but one; None for other nodes."""
@@ -144,25 +186,11 @@ class _Pairs:
     def _joined(self, first: fx.Node, rest: fx.Node, dim: int) -> fx.Node:
         return call(self.graph, aten.cat.default, [first, rest], dim)
 
-    def _copy(self, node: fx.Node) -> fx.Node:
-        def of_all(arg: fx.Node) -> Any:
-            if has_tensor(arg):
-                return self.whole.get(arg, arg)
-            if node.target not in TAKE_A_SHAPE:
-                return arg  # a number like any other, as in `h / h.shape[1]`
-            size = self.sizes.build(expression(arg.meta["val"]).subs(self.tokens, self.tokens + 1))
-            if size is None:
-                raise _NotPaired
-            return size
-
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), of_all)
-        return call(self.graph, node.target, *args, **kwargs)
-
     def _attention(self, node: fx.Node) -> fx.Node:
         """Return causal attention whose keys of the first token have no weight."""
         masking = Masking(*node.args[3:]) if node.target is ATTENTION_CALL else None
         if masking is None or masking != Masking.causal(masking.scale, 0.0):
-            raise _NotPaired
+            raise CannotResize
         query, key, value = (self.whole.get(arg, arg) for arg in node.args[:3])
         one = call(self.graph, aten.full_like.default, call(self.graph, aten.slice.Tensor, query, 3, 0, 1), 1.0)
         like = key.meta["val"]

@@ -128,12 +128,12 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
             )
     elif LEARNED_PROMPT in mixed.reason:
         return RefusalError(
-            "a learned prompt stands among the tokens: it has no token ids, which rows could be told apart by",
+            "a learned prompt stands among the tokens, and it is not proven that every row has the same one",
             where=where(mixed.node),
-            expected="embeddings that are looked up by token ids",
+            expected="torch.cat([prompt.expand(B, -1, -1), embed(ids)], 1), without dropout",
             got=mixed.reason,
-            hint="give the prompt ids of its own at the end of the embedding table and put those in front of each row"
-            " (all else can be frozen by a mask on its gradient), or train adapters (LoRA)",
+            hint="expand the prompt last, or give it ids of its own at the end of the embedding table and put those in"
+            " front of each row",
         )
     elif mixed.node.op == "call_module":
         hint = (

@@ -219,7 +219,8 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool], groups: int = 1) ->
     gathered, in_flight = bytes_of_running()
     by_part = max((max(part.gathered) for part in limits.parts_of(plan.schedule.sweep)), default=0)
     plan.estimates.gathered_bytes = gathered + int(by_part)
-    plan.estimates.peak_bytes = gathered + max(_peak_bytes(call, rows, plan, limits, wanted), in_flight)
+    running = max(_peak_bytes(call, rows, plan, limits, wanted), in_flight)
+    plan.estimates.peak_bytes = gathered + _prologue_bytes(call) + running
     needed = [mask if is_wanted else None for mask, is_wanted in zip(read.used, wanted, strict=True)]
     layout = BatchLayout.of(
         executable.frontier, rows, needed, call.window, call.device, by_sequence=mode == "streaming"
@@ -415,6 +416,13 @@ def _peak_bytes(call: Call, rows: BatchRows, plan: Plan, limits: Limits, wanted:
     if not call.executable.training or plan.schedule.mode == "score":
         return max(forward, sum(stored) + sum(dense))
     return max(forward, sum(dense) + second)  # dense values live as long as the user holds them
+
+
+def _prologue_bytes(call: Call) -> int:
+    """Return the bytes of what the prologue made, such as tables of positions; inputs of the call are not among it."""
+    tensors = ([value for value in values if isinstance(value, torch.Tensor)] for values in (call.args, call.dense))
+    of_inputs, made = ({value.untyped_storage().data_ptr(): value for value in values} for values in tensors)
+    return sum(value.untyped_storage().nbytes() for where, value in made.items() if where not in of_inputs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import operator
 import sympy
 import torch
 from torch import fx
-from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import SizeNodes, call
@@ -64,10 +64,10 @@ class Blocks:
         if node.target is aten.constant_pad_nd.default:
             self._require_pad(node)
             self._pad, self._is_open = after[-1] - before[-1], True
-        elif node.target in RESHAPES and after[:-2] == before[:-1] and after[-1].is_Integer and after[-1] > 1:
-            if self.size > 1 or self.forced is not None:
-                raise Mismatch("blocks of blocks, or of scores that are numbers")
-            self.size, self._is_open = int(after[-1]), True
+        elif node.target in RESHAPES and after[:-2] == before[:-1] and isinstance(size := node.args[1][-1], int):
+            if self.size > 1 or self.forced is not None or size < 2:
+                raise Mismatch("blocks of blocks, of scores that are numbers, or of one key")
+            self.size, self._is_open = size, True
             if not _is_below(self._pad, self.size):
                 raise Mismatch("more blocks than those of the keys")
         elif self._is_open:
@@ -99,12 +99,10 @@ class Blocks:
     @staticmethod
     def _is_best(node: fx.Node, source: fx.Node) -> bool:
         """Return whether a node is the largest score along the last dimension, which it removes."""
-        reduction = node.args[0] if node.target is operator.getitem else node
-        dims = reduction.args[1] if len(reduction.args) > 1 else ()
-        rank = len(sizes(source))
-        dims = [dim % rank for dim in ([dims] if isinstance(dims, int) else dims)]
-        is_best = reduction.target in (aten.amax.default, aten.max.dim)
-        return is_best and dims == [rank - 1] and not argument(reduction, 2, "keepdim")
+        reduction, rank = node.args[0] if node.target is operator.getitem else node, len(sizes(source))
+        if reduction.target not in (aten.amax.default, aten.max.dim) or argument(reduction, 2, "keepdim"):
+            return False
+        return argument(reduction, 1, "dim") in ([-1], [rank - 1], -1, rank - 1)
 
     def _filler(self, node: fx.Node, source: fx.Node) -> tuple[fx.Node, float] | None:
         """Return condition and number of a fill that does not hide keys; None for other nodes."""
@@ -162,12 +160,18 @@ class Blocks:
 def _is_below(pad: sympy.Expr, block: int) -> bool:
     """Return whether padding up to a multiple of `block` is less than a block, for every size that it depends on.
 
-    It has the period `block` if it is made of the size and its quotients by `block`, apart from a multiple of `block`.
+    Made of the size, and of quotients and remainders by `block`, it grows by the same number each `block` sizes: zero.
     """
-    quotients, symbols = pad.atoms(FloorDiv), list(pad.free_symbols)
-    if len(symbols) > 1 or any(one.args[1] != block or not one.args[0].is_polynomial() for one in quotients):
+    symbols, quotients = list(pad.free_symbols), pad.atoms(FloorDiv, Mod, PythonMod)
+    if not symbols:
+        return bool(0 <= pad < block)
+    (size, *others), plain = symbols, pad.subs({one: sympy.Dummy() for one in quotients})
+    parts = [plain, *(one.args[0] for one in quotients)]
+    is_linear = all(part.is_polynomial() and sympy.degree(part, size) <= 1 for part in parts)
+    if others or not is_linear or any(one.args[1] != block for one in quotients):
         return False
-    return all(0 <= pad.subs(dict.fromkeys(symbols, size)) < block for size in range(1, 2 * block + 1))
+    pads = [pad.subs(size, number) for number in range(1, 2 * block + 1)]
+    return pads[:block] == pads[block:] and all(0 <= one < block for one in pads)
 
 
 @dataclasses.dataclass(frozen=True)

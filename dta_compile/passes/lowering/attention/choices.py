@@ -124,7 +124,7 @@ class _Choice:
         path = self._path_to(topk.args[0], MOST_STEPS)
         if path is None:
             alone = _are_of_keys(topk.args[0])
-            raise Mismatch(TIES if alone else "scores that are no product of query and key, nor a weighted sum of its relu")
+            raise Mismatch(TIES if alone else "scores that are no query @ key, and no weighted sum of relu(query @ key)")
         product, *steps = path
         self.topk, self.scores, self.source, self.blocks = topk, Scores.of(product), product, Blocks()
         self.by_head: list[Dim] | None = None  # dimensions of the scores before they were summed over heads

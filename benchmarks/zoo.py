@@ -88,7 +88,13 @@ OWN: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": EXPERTS, "moe_top_k": 2},
     },
-    "dots3_note_text": {"shared_experts_intermediate_size": 32},
+    "dots3_note_text": {
+        "shared_experts_intermediate_size": 32,
+        **{f"swa_{name}": 16 for name in ("q_lora_rank", "kv_lora_rank", "head_dim", "v_head_dim")},
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_qk_nope_head_dim": 8,
+    },
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 2,
@@ -99,18 +105,28 @@ OWN: dict[str, dict[str, Any]] = {
     "git": {"vision_config": {**_VISION, "image_size": 32}},
     "inkling2_loop_text": {
         **_SLIDING_HEADS,
-        **{"num_hidden_layers": 4, "layer_types": ["hybrid_sliding", "hybrid"] * 2, "n_layers_per_attn_res_block": 1},
-        **{"loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_num_passes": 2, "unpadded_vocab_size": 90},
+        "num_hidden_layers": 4,
+        "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 3,
+        "loop_num_passes": 2,
+        "unpadded_vocab_size": VOCABULARY,
     },
-    "inkling2_text": {**_SLIDING_HEADS, "n_layers_per_attn_res_block": 1, "unpadded_vocab_size": 90},
+    "inkling2_text": {**_SLIDING_HEADS, "n_layers_per_attn_res_block": 1, "unpadded_vocab_size": VOCABULARY},
     "phi4_multimodal": {
         "vision_config": _VISION,
         "audio_config": {**_VISION, "num_blocks": 1, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 32},
     },
     "qwen4_exp_text": {
-        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8},
-        **{"indexer_compress_ratio": 4, "ngram_vocab_size_base": 50, "ple_embed_dim": 16, "hc_lowrank": 8},
-        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "make_ngram_vocab_size_divisible_by": 8},
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "hc_lowrank": 8,
     },
     "reformer": {"is_decoder": True, "attn_layers": ["local", "lsh"], "axial_pos_embds": False},
     "roc_bert": {"pronunciation_embed_dim": 16, "shape_embed_dim": 16, "shape_vocab_size": 32},
@@ -304,6 +320,10 @@ def _build(model_type: str, implementation: str, is_reference: bool = False) -> 
     torch.manual_seed(1)
     config = toy_config(model_type)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).double().train()
+    strict = model._keep_in_fp32_modules_strict or ()
+    for name, parameter in model.named_parameters():
+        if any(re.search(rf"\b{kept}\b", name) for kept in strict):
+            parameter.data = parameter.data.float()
     if is_reference and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the loop; the default supports at most float32
     return model

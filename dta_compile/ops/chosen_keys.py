@@ -28,14 +28,14 @@ class Choosing(NamedTuple):
     """Constants of a choice.
 
     Attributes:
-        count: most blocks of keys that a query reads.
+        most: most blocks of keys that a query reads.
         block: keys of a block, whose first one is at a multiple of it in the row.
         has_relu: negative scores count as zero.
         by_head: each head chooses, by its own scores without a weight.
         leaves_out: blocks of a score of -inf are not chosen.
     """
 
-    count: int
+    most: int
     block: int
     has_relu: bool
     by_head: bool
@@ -103,7 +103,7 @@ def are_chosen(choice: torch.Tensor, blocks: int) -> torch.Tensor:
 
 
 def _choice_fake(query: torch.Tensor, how: Choosing) -> torch.Tensor:
-    shape = (query.shape[0], query.shape[1] if how.by_head else 1, query.shape[2], how.count)
+    shape = (query.shape[0], query.shape[1] if how.by_head else 1, query.shape[2], how.most)
     return query.new_empty(shape, dtype=torch.int64)
 
 

@@ -135,7 +135,9 @@ MASKS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "and its own key": lambda s, m: m & (chosen(s) | torch.eye(s.shape[1], dtype=torch.bool)),
     "the smallest": lambda s, m: m & chosen(s, largest=False),
     "every second key": lambda s, m: m & chosen(s[..., ::2]).repeat_interleave(2, -1)[..., : s.shape[1]],
-    "means of blocks": lambda s, m: in_blocks(F.pad(s, (0, -s.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).mean(-1), m),
+    "means of blocks": lambda s, m: in_blocks(
+        F.pad(s, (0, -s.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).mean(-1), m
+    ),
     "strided blocks": lambda s, m: in_blocks(
         F.pad(s, (0, -s.shape[-1] % BLOCK), value=NEVER).unflatten(-1, (BLOCK, -1)).amax(-2), m
     ),

@@ -149,8 +149,11 @@ def is_polynomial(value: Any) -> bool:
 
 
 ARITHMETIC = {
-    **{sympy.Add: operator.add, sympy.Mul: operator.mul},
-    **{FloorDiv: operator.floordiv, Mod: operator.mod, PythonMod: operator.mod},
+    sympy.Add: operator.add,
+    sympy.Mul: operator.mul,
+    FloorDiv: operator.floordiv,
+    Mod: operator.mod,
+    PythonMod: operator.mod,
 }
 
 
@@ -164,7 +167,7 @@ class SizeNodes:
         self.built: dict[sympy.Expr, fx.Node] = {}
 
     def build(self, expr: sympy.Expr) -> fx.Node | int | None:
-        """Compute a polynomial of sizes, quotients and remainders before the current insertion point; None for other expressions.
+        """Compute a polynomial of sizes, quotients and remainders before the insertion point; None for others.
 
         Insertion points must come in graph order, so that nodes built earlier can be reused.
         """

@@ -94,8 +94,8 @@ def _learned_refusal(mask: fx.Node, learned: set[fx.Node]) -> RefusalError:
     if reason is None and any(sizes(node.args[0])[-1] != sizes(mask)[-1] for node in choosing):
         reason = "the scores of blocks or of other tokens, not of each key"
     got = "a learned sparse mask: the model chooses keys" + (f" by {reason}" if reason else "")
-    hint = "choose keys, or blocks by their best key, by topk of query @ key for each head, or of a weighted sum of"
-    return refusal(where(mask), got, f"{hint} relu(query @ key) over heads, masked like the attention; or use a causal mask")
+    hint = "choose keys, or blocks by their best key, by topk of query @ key or of a weighted sum of relu(query @ key)"
+    return refusal(where(mask), got, f"{hint} over heads, masked like the attention; or use a causal mask")
 
 
 class _Derivation:

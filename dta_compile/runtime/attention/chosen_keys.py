@@ -62,7 +62,7 @@ class ChoiceRuntime:
             row = row.scatter_(2, columns, scores)[..., :width]
             if how.block > 1:
                 row = row.unflatten(2, (-1, how.block)).amax(-1)
-            best, choice = self._with_forced(row, table.depths[queries, None]).topk(min(how.count, row.shape[2]))
+            best, choice = self._with_forced(row, table.depths[queries, None]).topk(min(how.most, row.shape[2]))
             own = table.depths[queries, None]
             is_read = choice <= own // how.block
             if self.limit is not None:
@@ -74,7 +74,7 @@ class ChoiceRuntime:
             choice = choice.masked_fill(~is_read, NONE)
             if not self.from_first:
                 self._refuse_ties(row, best, choice)
-            parts.append(padded_to(how.count, choice))
+            parts.append(padded_to(how.most, choice))
         return (torch.cat(parts, 1)[None],)
 
     def _with_forced(self, row: torch.Tensor, depths: torch.Tensor) -> torch.Tensor:

@@ -69,9 +69,7 @@ def _is_behind(valid: torch.Tensor | Booleans) -> bool:
     return bool((valid[:, 1:] <= valid[:, :-1]).all())
 
 
-def _telling_padding(
-    layers: Sequence[MixerLayer], classes: Mapping[MaskProgram | None, MaskClass]
-) -> list[MaskClass]:
+def _telling_padding(layers: Sequence[MixerLayer], classes: Mapping[MaskProgram | None, MaskClass]) -> list[MaskClass]:
     """Return the distinct classes of masks without those of indices that are causal over padding, too.
 
     Padding after the real tokens is not read by these either way.

@@ -5,6 +5,8 @@
     best, index = scores.topk(min(count, blocks), -1)
     index = index.masked_fill(best == -inf, blocks)           blocks without a key are written where none reads
     mask = torch.zeros(B, H, S, blocks + 1, dtype=bool).scatter(-1, index, True)[..., :blocks]
+
+`choices` has the rest: scores of keys, and the mixer that all of this becomes.
 """
 
 from __future__ import annotations
@@ -195,11 +197,16 @@ class Written:
             return None
         (base, dim, index), rank = node.args[:3], len(sizes(node))
         numbers = number_of(base), number_of(node.args[3])
-        found = _indices(index) if dim % max(rank, 1) == rank - 1 and None not in numbers else None
-        if found is None or sizes(found[0].args[0])[:-1] != sizes(node)[:-1]:
+        found = _indices(index) if dim % max(rank, 1) == rank - 1 else None
+        if (
+            found is None
+            or numbers[0] is None
+            or numbers[1] is None
+            or sizes(found[0].args[0])[:-1] != sizes(node)[:-1]
+        ):
             return None
         along = (argument(found[0], 2, "dim"), argument(found[0], 3, "largest"))
-        return cls(node, *found, numbers) if along in ((-1, True), (rank - 1, True)) else None
+        return cls(node, *found, (numbers[0], numbers[1])) if along in ((-1, True), (rank - 1, True)) else None
 
     def visible(self) -> list[fx.Node]:
         """Return the values in which each entry is that of a score, which may be parts of the scattered one.

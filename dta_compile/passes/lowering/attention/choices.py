@@ -25,7 +25,7 @@ from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, CHOSEN, Choosing
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import call, descendants
 from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS
-from dta_compile.passes.lowering.attention.blocks import SCATTERS, Blocks, Written, operand_of_blocks
+from dta_compile.passes.lowering.attention.blocks import Blocks, Written, operand_of_blocks
 from dta_compile.passes.lowering.attention.factors import (
     MOVES,
     Arranged,
@@ -124,7 +124,9 @@ class _Choice:
         path = self._path_to(topk.args[0], MOST_STEPS)
         if path is None:
             alone = _are_of_keys(topk.args[0])
-            raise Mismatch(TIES if alone else "scores that are no query @ key, and no weighted sum of relu(query @ key)")
+            raise Mismatch(
+                TIES if alone else "scores that are no query @ key, and no weighted sum of relu(query @ key)"
+            )
         product, *steps = path
         self.topk, self.scores, self.source, self.blocks = topk, Scores.of(product), product, Blocks()
         self.by_head: list[Dim] | None = None  # dimensions of the scores before they were summed over heads

@@ -71,7 +71,72 @@ SPANS = re.compile("window(_size|_len)?$|attention_chunk|local_attention|rel_ext
 # Settings with one entry per layer: every kind that a model has by default must occur.
 PER_LAYER = ("indexer_types", "layer_types", "layers_block_type", "mlp_layer_types")
 # Kinds of layers that a type has in its checkpoints but not by default.
-KINDS = {"minimax_m3_vl_text": ("full_attention", "minimax_m3_sparse")}
+KINDS = {
+    "minimax_m3_vl_text": ("full_attention", "minimax_m3_sparse"),
+    "lfm2_moe": ("conv", "full_attention"),
+    "cohere_compass_text": ("sliding_attention", "full_attention"),
+}
+_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_MIXED = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "use_mamba_kernels": False}
+_SLIDING_HEADS = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16}
+# Settings of single types that follow from others, or that no other type has.
+OWN: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in KINDS["cohere_compass_text"]}
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": EXPERTS, "moe_top_k": 2},
+    },
+    "dots3_note_text": {
+        "shared_experts_intermediate_size": 32,
+        **{f"swa_{name}": 16 for name in ("q_lora_rank", "kv_lora_rank", "head_dim", "v_head_dim")},
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_qk_nope_head_dim": 8,
+    },
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+        "laurel_rank": 8,
+    },
+    "git": {"vision_config": {**_VISION, "image_size": 32}},
+    "inkling2_loop_text": {
+        **_SLIDING_HEADS,
+        "num_hidden_layers": 4,
+        "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 3,
+        "loop_num_passes": 2,
+        "unpadded_vocab_size": VOCABULARY,
+    },
+    "inkling2_text": {**_SLIDING_HEADS, "n_layers_per_attn_res_block": 1, "unpadded_vocab_size": VOCABULARY},
+    "phi4_multimodal": {
+        "vision_config": _VISION,
+        "audio_config": {**_VISION, "num_blocks": 1, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 32},
+    },
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "hc_lowrank": 8,
+    },
+    "reformer": {"is_decoder": True, "attn_layers": ["local", "lsh"], "axial_pos_embds": False},
+    "roc_bert": {"pronunciation_embed_dim": 16, "shape_embed_dim": 16, "shape_vocab_size": 32},
+    "xglm": {"attention_heads": 4, "num_layers": 2},
+    "xlm": {"emb_dim": 64, "causal": True},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {**_MIXED, "attention_hidden_size": 128, "attention_head_dim": 32, "mamba_dt_rank": 4},
+    "zamba2": {**_MIXED, "attention_hidden_size": 128, "attention_head_dim": 32, "mamba_headdim": 16},
+    "zaya": {"num_experts_per_tok": 1},
+}
 EXPERT_COUNTS, CHOSEN = (
     next(names for names in SIZES if name in names) for name in ("num_experts", "num_experts_per_tok")
 )
@@ -120,6 +185,7 @@ def toy_config(model_type: str) -> Any:
         kinds = list(dict.fromkeys(vars(default).get(name) or ()))
         if kinds:
             values[name] = (kinds + kinds[-1:] * layers)[:layers]
+    values |= OWN.get(model_type, {})
     try:
         return cls(**values)
     except Exception:  # a type that does not do without such tokens
@@ -254,6 +320,10 @@ def _build(model_type: str, implementation: str, is_reference: bool = False) -> 
     torch.manual_seed(1)
     config = toy_config(model_type)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).double().train()
+    strict = model._keep_in_fp32_modules_strict or ()
+    for name, parameter in model.named_parameters():
+        if any(re.search(rf"\b{kept}\b", name) for kept in strict):
+            parameter.data = parameter.data.float()
     if is_reference and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the loop; the default supports at most float32
     return model

@@ -10,7 +10,7 @@ import torch
 
 from dta_compile.executable.masks import MaskProgram
 from dta_compile.ops.mixer import Mixer
-from dta_compile.proofs.terms import Leaf
+from dta_compile.proofs.terms import Leaf, Term
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +83,15 @@ class AttentionLayer(MixerLayer):
     Attributes:
         softcap: see `ops.attention.Masking`.
         chooser: index of the layer that chose the keys it reads; None: it reads all that its mask allows.
+        block: adjacent keys that are chosen together.
+        forced: scores over "query" and "block" that replace those of the index, NaN elsewhere; None: there are none.
     """
 
     mask: MaskProgram | None
     softcap: float = 0.0
     chooser: int | None = None
+    block: int = 1
+    forced: Term | None = None
 
     @property
     def leaves(self) -> frozenset[Leaf]:

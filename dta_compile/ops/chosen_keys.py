@@ -1,8 +1,9 @@
 """Keys chosen for each query by a learned index (DeepSeek sparse attention), as a mixer whose result is the choice.
 
 A token has index queries, index keys and weights. Key `t` scores `sum over heads of weight * relu(scale * query . key)`
-for a query, which attends only to the `count` keys with the highest scores. Attention reads the choice as an operand
-(`ops.attention`). A choice has no gradient.
+for a query, which attends only to the `count` keys with the highest scores; or there is a choice for each head, by
+scores that are not summed. Keys may be chosen by blocks of adjacent ones, the score of which is that of its best key
+(MiniMax-M3). Attention reads the choice as an operand (`ops.attention`). A choice has no gradient.
 
 Equal scores are common, since a product of zero for all heads gives a score of zero, and torch does not say which of
 them `topk` returns. So a chunk calls `topk` on the row that it would be called on without a tree, as wide as the batch,
@@ -11,7 +12,8 @@ which returns the same. A near tie may be decided otherwise, as in eager mode wi
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,16 +21,43 @@ import torch.nn.functional as F
 from dta_compile.ops.library import LIBRARY
 from dta_compile.ops.mixer import BATCH, TOKENS, Mixer, Operand, register_mixer
 
-NONE = -1  # in a choice of fewer than `count` keys
+NONE = -1  # in a choice of fewer than `count` blocks
+
+
+class Choosing(NamedTuple):
+    """Constants of a choice.
+
+    Attributes:
+        most: most blocks of keys that a query reads.
+        block: keys of a block, whose first one is at a multiple of it in the row.
+        has_relu: negative scores count as zero.
+        by_head: each head chooses, by its own scores without a weight.
+        leaves_out: blocks of a score of -inf are not chosen.
+    """
+
+    most: int
+    block: int
+    has_relu: bool
+    by_head: bool
+    leaves_out: bool
+
 
 OPERANDS = "Tensor query, Tensor weights, Tensor key"
 MASKING = "Tensor? mask, bool is_causal, Tensor? segments, int window, float scale, float softcap"
-LIBRARY.define(f"choose_keys_call({OPERANDS}, {MASKING}, int count) -> Tensor")
-LIBRARY.define(f"choose_keys(int layer, {OPERANDS}, float scale, int count) -> Tensor")
-LIBRARY.define("chosen(Tensor choice) -> Tensor")
+CHOOSING = "int count, int block, bool has_relu, bool by_head, bool leaves_out"
+# `forced` `[S or 1, blocks]` has the scores that replace those of blocks, and is NaN elsewhere.
+LIBRARY.define(f"choose_keys_call({OPERANDS}, {MASKING}, {CHOOSING}, Tensor? forced) -> Tensor")
+LIBRARY.define(f"choose_keys(int layer, {OPERANDS}, float scale, {CHOOSING}) -> Tensor")
+LIBRARY.define("chosen(Tensor choice, SymInt blocks) -> Tensor")
 CHOOSE_KEYS_CALL = torch.ops.dta.choose_keys_call.default
 CHOOSE_KEYS = torch.ops.dta.choose_keys.default
 CHOSEN = torch.ops.dta.chosen.default
+
+
+def choosing_of(arguments: Sequence[Any]) -> Choosing:
+    """Return the constants among the arguments of `CHOOSE_KEYS_CALL`, whose last one is `forced`."""
+    return Choosing(*arguments[-1 - len(Choosing._fields) : -1])
+
 
 CHOICE_MIXER = register_mixer(
     Mixer(
@@ -43,15 +72,23 @@ CHOICE_MIXER = register_mixer(
             Operand("key", "index keys", is_state=True),
         ),
         dims=(BATCH, "heads", TOKENS, "head_dim"),
-        constants=(7, 9),  # scale and count
+        constants=(7, *range(9, 9 + len(Choosing._fields))),  # scale and `Choosing`
     )
 )
 
 
-def index_scores(query: torch.Tensor, weights: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return the scores `[B, S, T]` of query `[B, H, S, D]`, weights `[B, H, S, 1]` and key `[B, H or 1, T, D]`."""
-    products = F.relu((query @ key.to(query.dtype).mT) * scale).to(weights.dtype)  # [B, H, S, T]
-    return (weights.permute(0, 2, 3, 1) @ products.transpose(1, 2)).squeeze(2)
+def index_scores(
+    query: torch.Tensor, weights: torch.Tensor, key: torch.Tensor, scale: float, how: Choosing
+) -> torch.Tensor:
+    """Return the scores `[B, H or 1, S, T]` of query `[B, H, S, D]`, weights `[B, H, S, 1]`, key `[B, H or 1, T, D]`.
+
+    The weights are not used if each head chooses.
+    """
+    products = (query @ key.to(query.dtype).mT) * scale  # [B, H, S, T]
+    products = F.relu(products) if how.has_relu else products
+    if how.by_head:
+        return products
+    return (weights.permute(0, 2, 3, 1) @ products.to(weights.dtype).transpose(1, 2)).transpose(1, 2)
 
 
 def padded_to(count: int, choice: torch.Tensor) -> torch.Tensor:
@@ -59,26 +96,27 @@ def padded_to(count: int, choice: torch.Tensor) -> torch.Tensor:
     return F.pad(choice, (0, count - choice.shape[-1]), value=NONE)
 
 
-def are_chosen(choice: torch.Tensor, keys: int) -> torch.Tensor:
-    """Return which of the keys are chosen, bool `[..., keys]`, for a choice `[..., count]`."""
-    chosen = choice.new_zeros((*choice.shape[:-1], keys + 1), dtype=torch.bool)
-    return chosen.scatter_(-1, choice.masked_fill(choice == NONE, keys), True)[..., :keys]
+def are_chosen(choice: torch.Tensor, blocks: int) -> torch.Tensor:
+    """Return which of the blocks are chosen, bool `[..., blocks]`, for a choice `[..., count]`."""
+    chosen = choice.new_zeros((*choice.shape[:-1], blocks + 1), dtype=torch.bool)
+    return chosen.scatter_(-1, choice.masked_fill(choice == NONE, blocks), True)[..., :blocks]
 
 
-def _choice_fake(query: torch.Tensor, count: int) -> torch.Tensor:
-    return query.new_empty((query.shape[0], 1, query.shape[2], count), dtype=torch.int64)
+def _choice_fake(query: torch.Tensor, how: Choosing) -> torch.Tensor:
+    shape = (query.shape[0], query.shape[1] if how.by_head else 1, query.shape[2], how.most)
+    return query.new_empty(shape, dtype=torch.int64)
 
 
 @torch.library.register_fake("dta::choose_keys_call", lib=LIBRARY)
 def _call_fake(query: torch.Tensor, *others: Any) -> torch.Tensor:
-    return _choice_fake(query, others[-1])
+    return _choice_fake(query, choosing_of(others))
 
 
 @torch.library.register_fake("dta::choose_keys", lib=LIBRARY)
 def _chunk_fake(layer: int, query: torch.Tensor, *others: Any) -> torch.Tensor:
-    return _choice_fake(query, others[-1])
+    return _choice_fake(query, Choosing(*others[-len(Choosing._fields) :]))
 
 
 @torch.library.register_fake("dta::chosen", lib=LIBRARY)
-def _chosen_fake(choice: torch.Tensor) -> torch.Tensor:
-    return choice.new_empty((*choice.shape[:-1], choice.shape[2]), dtype=torch.bool)
+def _chosen_fake(choice: torch.Tensor, blocks: int) -> torch.Tensor:
+    return choice.new_empty((*choice.shape[:-1], blocks), dtype=torch.bool)

@@ -15,6 +15,7 @@ from dta_compile.runtime.attention import chosen_keys
 from tests.support.helpers import EXACT, assert_equal, make_batch, measure, random_loss, reference, rollouts
 
 V, WIDTH, HEADS, KEYS = 31, 16, 4, 4  # sequences have up to 17 tokens
+BLOCK = 3
 NEVER = float("-inf")
 
 
@@ -45,6 +46,40 @@ def chosen(scores: torch.Tensor, dim: int = -1, **how: bool | int) -> torch.Tens
     return torch.zeros_like(scores, dtype=torch.bool).scatter(dim, choose(scores, **how), True)
 
 
+def of_blocks(scores: torch.Tensor) -> torch.Tensor:
+    """Return the best score of each block of `BLOCK` keys."""
+    keys = scores.shape[-1]
+    padded = F.pad(scores, (0, -(-keys // BLOCK) * BLOCK - keys), value=NEVER)
+    return padded.unflatten(-1, (-1, BLOCK)).amax(-1)
+
+
+def in_blocks(best: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the mask of the keys of the two best blocks, given the scores of blocks of each head or group of heads."""
+    read = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(min(2, best.shape[-1])).indices, True)
+    keys = read.repeat_interleave(BLOCK, -1)[..., : mask.shape[-1]]
+    return mask & (keys.repeat_interleave(HEADS // keys.shape[1], 1) if keys.dim() == 4 else keys)
+
+
+def minimax(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask as in MiniMax-M3: the query's own block and the one before are always read."""
+    best, own = of_blocks(scores), torch.arange(scores.shape[-1])[:, None] // BLOCK
+    local = (own - torch.arange(2)).clamp(min=0).expand(*best.shape[:-1], -1)
+    values, index = best.scatter(-1, local, float("inf")).topk(min(3, best.shape[-1]))
+    index = index.masked_fill(values == NEVER, -1)
+    index = index.masked_fill(index < 0, best.shape[-1])
+    bias = best.new_full((*best.shape[:-1], best.shape[-1] + 1), NEVER).scatter(-1, index, 0.0)[..., :-1]
+    keys = (bias == 0).repeat_interleave(BLOCK, -1)[..., : scores.shape[-1]]
+    return mask & keys.repeat_interleave(HEADS // keys.shape[1], 1)
+
+
+def first_block(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask of the first block and of the best of the others."""
+    best = of_blocks(scores)
+    best = torch.where(torch.arange(best.shape[-1]) == 0, 1e9, best)
+    read = torch.zeros_like(best).scatter(-1, best.topk(min(2, best.shape[-1]), sorted=False).indices, 1) > 0
+    return mask & read[..., torch.arange(scores.shape[-1]).div(BLOCK, rounding_mode="floor")]
+
+
 def hidden(scores: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), NEVER)
 
@@ -59,6 +94,8 @@ SCORES: dict[str, Scores] = {
     "keys by head": lambda q, k, w: (products(q, k * q).relu() * w.mT[..., None]).sum(1, keepdim=True),
     "no weights": lambda q, k, w: products(q, k).relu().sum(1),
     "one head": lambda q, k, w: (q[:, :, 0] @ k[:, :, 0].mT).relu() * w[..., :1],
+    "for each head": lambda q, k, w: products(q, k) / 3,
+    "relu for each head": lambda q, k, w: products(q, k).relu(),
     # Other functions, which are refused:
     "of keys alone": lambda q, k, w: k.sum((2, 3)).exp()[:, None].expand(-1, k.shape[1], -1),
     "softmax": lambda q, k, w: (products(q, k).softmax(-1) * w.mT[..., None]).sum(1),
@@ -77,7 +114,6 @@ SCORES: dict[str, Scores] = {
     "weighed after the product": lambda q, k, w: SCORES["transformers"](q, k, w) * w[..., :1],
     "weights of one query": lambda q, k, w: (products(q[:, :, :1], k).relu() * w.mT[..., None]).sum(1),
     "divided": lambda q, k, w: (products(q, k).relu() / w.mT[..., None]).sum(1),
-    "a choice for each head": lambda q, k, w: products(q, k).relu(),
     "groups of heads": lambda q, k, w: (
         torch.einsum("bshgd,bthd->bhgst", q.unflatten(2, (-1, 2)), q[:, :, ::2] * k).relu().sum((1, 2))
     ),
@@ -90,13 +126,26 @@ MASKS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
         torch.full_like(s, NEVER).scatter(-1, choose_or_take_all(s), 0.0) + torch.where(m, 0.0, NEVER)
     ),
     "finite": lambda s, m: torch.where(m & chosen(s), 0.0, -1e9).to(s),
+    "blocks": lambda s, m: in_blocks(of_blocks(s), m),
+    "minimax": minimax,
+    "first block": first_block,
+    "first keys": lambda s, m: m & chosen(s.masked_fill(torch.arange(s.shape[-1]) < 2, float("inf"))),
     "finite for others": lambda s, m: torch.full_like(s, -1e4).scatter(-1, choose(s), 0.0) + torch.where(m, 0.0, NEVER),
     # Others, which are refused:
     "and its own key": lambda s, m: m & (chosen(s) | torch.eye(s.shape[1], dtype=torch.bool)),
     "the smallest": lambda s, m: m & chosen(s, largest=False),
-    "blocks of keys": lambda s, m: (
-        m & chosen(s.unflatten(-1, (-1, 1)).amax(-1)[..., ::2]).repeat_interleave(2, -1)[..., : s.shape[1]]
+    "every second key": lambda s, m: m & chosen(s[..., ::2]).repeat_interleave(2, -1)[..., : s.shape[1]],
+    "means of blocks": lambda s, m: in_blocks(
+        F.pad(s, (0, -s.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).mean(-1), m
     ),
+    "strided blocks": lambda s, m: in_blocks(
+        F.pad(s, (0, -s.shape[-1] % BLOCK), value=NEVER).unflatten(-1, (BLOCK, -1)).amax(-2), m
+    ),
+    "a block more": lambda s, m: in_blocks(
+        F.pad(s, (0, BLOCK - s.shape[-1] % BLOCK), value=NEVER).unflatten(-1, (-1, BLOCK)).amax(-1), m
+    ),
+    "forced by padding": lambda s, m: in_blocks(of_blocks(s).masked_fill(~m[..., -1:], float("inf")), m),
+    "the block after": lambda s, m: in_blocks(of_blocks(s), m.roll(1, -1)).roll(-1, -1) & m,
     "queries of a key": lambda s, m: m & torch.zeros_like(m).scatter(-1, choose(s, dim=1), True),
     "keys for queries": lambda s, m: m & chosen(s, dim=1),
 }
@@ -205,6 +254,10 @@ def compiled_with(model, **options):
         ({"windows": (6, 6), "sinks": True}, {}),
         ({"mask": "finite for others"}, {"chunk_size": 64}),
         ({"windows": (None, 3)}, {}),  # some queries read nothing
+        ({"scores": "for each head", "heads": 2, "mask": "minimax"}, {"memory_budget": 0}),
+        ({"scores": "for each head", "heads": 2, "mask": "blocks", "windows": (5, 5)}, {"chunk_size": 1}),
+        ({"mask": "first block"}, {"chunk_size": 64}),
+        ({"mask": "first keys", "shared": True}, {}),
     ],
     ids=str,
 )
@@ -256,15 +309,24 @@ def test_rows_of_fewer_tokens_than_an_index_chooses(mask):
         assert_equal(measure(compiled, model, batch, loss, ids_and_mask), expected, EXACT)
 
 
-@pytest.mark.parametrize("scores", ["transformers", "one head"])
-def test_equal_scores(scores):
+@pytest.mark.parametrize(
+    ("scores", "heads", "mask"),
+    [
+        ("transformers", 1, "transformers"),
+        ("one head", 1, "transformers"),
+        ("relu for each head", HEADS, "transformers"),
+        ("relu for each head", 2, "blocks"),
+    ],
+)
+def test_equal_scores(scores, heads, mask):
     """With one index head most scores are zero; `topk` takes some of these by its row, which is that of eager mode."""
-    model, batch = Sparse(scores, heads=1), make_batch(rollouts(V))
+    model, batch = Sparse(scores, mask, heads), make_batch(rollouts(V))
     loss, compiled = random_loss(batch, V), compiled_with(model)
     assert_equal(
         measure(compiled, model, batch, loss, ids_and_mask), measure(model, model, batch, loss, ids_and_mask), EXACT
     )
-    with pytest.raises(RuntimeContractError, match="the same score") as caught:
+    refused = "the same score" if mask == "transformers" else "by their numbers in a row"
+    with pytest.raises(RuntimeContractError, match=refused) as caught:
         ids_and_mask(compiled, make_batch(rollouts(V), "left"))
     assert "topk" in caught.value.where
 
@@ -308,10 +370,14 @@ def test_a_key_that_is_not_read():
         ({"scores": "weighed after the product"}, "several weights"),
         ({"scores": "weights of one query"}, "scores that are repeated"),
         ({"scores": "divided"}, "of index scores"),
-        ({"scores": "a choice for each head", "heads": HEADS}, "a choice for each head"),
         ({"scores": "groups of heads"}, "index keys that several heads share"),
         ({"mask": "and its own key"}, "keys besides those chosen"),
-        ({"mask": "blocks of keys"}, "the scores of blocks"),
+        ({"mask": "every second key"}, "a part of a dimension"),
+        ({"mask": "means of blocks"}, "no query @ key"),
+        ({"mask": "strided blocks"}, "and not the best one"),
+        ({"mask": "a block more"}, "more blocks than those"),
+        ({"mask": "forced by padding"}, "numbers of query and block alone"),
+        ({"mask": "the block after"}, "the model chooses keys"),
         ({"mask": "the smallest"}, "the model chooses keys"),
         ({"mask": "queries of a key"}, "the model chooses keys"),
         ({"mask": "keys for queries"}, "the model chooses keys"),

@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
 from dta_compile.passes.graphs.operators import FILL_ARGUMENTS, FILL_NUMBERS, is_tagged_pointwise
 from dta_compile.passes.program import has_tensor, writes_in_place
@@ -147,6 +148,15 @@ def is_polynomial(value: Any) -> bool:
     )
 
 
+ARITHMETIC = {
+    sympy.Add: operator.add,
+    sympy.Mul: operator.mul,
+    FloorDiv: operator.floordiv,
+    Mod: operator.mod,
+    PythonMod: operator.mod,
+}
+
+
 class SizeNodes:
     """Nodes of a graph that compute sizes from sizes of the inputs that it has at construction."""
 
@@ -157,7 +167,7 @@ class SizeNodes:
         self.built: dict[sympy.Expr, fx.Node] = {}
 
     def build(self, expr: sympy.Expr) -> fx.Node | int | None:
-        """Compute an expression before the current insertion point; None if it is not a polynomial.
+        """Compute a polynomial of sizes, quotients and remainders before the insertion point; None for others.
 
         Insertion points must come in graph order, so that nodes built earlier can be reused.
         """
@@ -175,7 +185,7 @@ class SizeNodes:
             index, dim = self.sources[expr]
             node = self.inputs[index]
             return node if dim is None else call(self.graph, aten.sym_size.int, node, dim)
-        joined = {sympy.Add: operator.add, sympy.Mul: operator.mul}.get(expr.func)
+        joined = ARITHMETIC.get(expr.func)
         parts = [self.build(part) for part in expr.args]
         if joined is None or any(part is None for part in parts):
             return None

@@ -30,7 +30,7 @@ from dta_compile.proofs.logic import Logic
 from dta_compile.proofs.mask_class import MaskClass
 from dta_compile.proofs.proof import Z3_LOCK, Unproven, classify, forbidden_by
 from dta_compile.proofs.tables import Facts, read_table
-from dta_compile.proofs.terms import Entry, Leaf, Number, Term, Terms, subterms
+from dta_compile.proofs.terms import Entry, Leaf, Number, Term, Terms, shown, subterms
 
 
 class MaskPrograms:
@@ -62,6 +62,21 @@ class MaskPrograms:
         return self._known[key], next((node.args[0] for node in choices), None)
 
 
+def forced_scores(program: Program, forced: fx.Node) -> Term:
+    """Return the term over "query" and "block" of the scores that replace those of an index, NaN where none does.
+
+    Raises:
+        RefusalError: they depend on other values than the numbers of query and block.
+    """
+    terms, rank = Terms(), len(sizes(forced))
+    index = tuple(terms.index(name) for name in ("row", "head", "query", "block")[4 - rank :])
+    term = Elements(program, terms, lambda *_: None, {}, True).entry(forced, index)
+    if any(isinstance(part, (Entry, Number)) for part in subterms(term)) or not term.indices <= {"query", "block"}:
+        got = f"scores of a learned index that are replaced by {shown(term)}"
+        raise refusal(where(forced), got, "replace scores by numbers of query and block alone, without padding")
+    return term
+
+
 def _is_choice(node: fx.Node) -> bool:
     return node.target is CHOSEN
 
@@ -76,11 +91,11 @@ def _learned_refusal(mask: fx.Node, learned: set[fx.Node]) -> RefusalError:
         )
         return refusal(where(mask), got, f"{hint} [B, H, S, n] by (query - key).clamp(0, n - 1)")
     reason = next((reason for node in choosing if (reason := node.meta.get("unrecognised_choice"))), None)
-    if any(sizes(node.args[0])[-1] != sizes(mask)[-1] for node in choosing):
+    if reason is None and any(sizes(node.args[0])[-1] != sizes(mask)[-1] for node in choosing):
         reason = "the scores of blocks or of other tokens, not of each key"
     got = "a learned sparse mask: the model chooses keys" + (f" by {reason}" if reason else "")
-    hint = "choose keys by topk of a weighted sum of relu(query @ key) over heads, masked like the attention; or use a"
-    return refusal(where(mask), got, f"{hint} causal mask")
+    hint = "choose keys, or blocks by their best key, by topk of query @ key or of a weighted sum of relu(query @ key)"
+    return refusal(where(mask), got, f"{hint} over heads, masked like the attention; or use a causal mask")
 
 
 class _Derivation:
@@ -113,7 +128,7 @@ class _Derivation:
         if len(shape) > 2:
             self.sizes["head"] = expression(shape[-3])
         index = tuple(terms.index(name) if name else terms.const(0) for name in names)
-        elements = Elements(self.program, terms, constant_of, self.sizes.values(), chosen)
+        elements = Elements(self.program, terms, constant_of, self.sizes, chosen)
         term = elements.entry(self.mask, index)
         self.nodes = elements.leaves
         if learned := set(self.nodes.values()) & self.program.parameter_dependent:

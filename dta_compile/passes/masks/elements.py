@@ -7,14 +7,14 @@ operators without a rule are opaque leaves.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import sympy
 import torch
 from torch import fx
 
-from dta_compile.ops.chosen_keys import CHOSEN
+from dta_compile.ops.chosen_keys import CHOSEN, choosing_of
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.axes.shape_rules import order_of, reshape_groups
 from dta_compile.passes.graphs.operators import (
@@ -83,7 +83,8 @@ class Elements(Entries):
         terms: the factory of the terms.
         constant_of: returns the number that a boolean or integer term equals for all values of `SCANNED` below a size;
             None if that cannot be proven.
-        bound_sizes: sizes that every call checks to be at most `LONGEST_ROW`.
+        sizes: size of the dimension that each index variable runs along, which every call checks to be at most
+            `LONGEST_ROW`.
         chosen: what to take for the bits of a choice of keys at the mask's own pairs of tokens.
     """
 
@@ -94,11 +95,11 @@ class Elements(Entries):
         program: Program,
         terms: Terms,
         constant_of: ConstantOf,
-        bound_sizes: Collection[sympy.Expr],
+        sizes: Mapping[str, sympy.Expr],
         chosen: bool = True,
     ) -> None:
         super().__init__(program, terms)
-        self.constant_of, self.bound_sizes, self.chosen = constant_of, bound_sizes, chosen
+        self.constant_of, self.sizes, self.chosen = constant_of, sizes, chosen
         self._flat: dict[Term, tuple[tuple[Term, sympy.Expr], ...]] = {}
 
     def _copy(self, node: fx.Node, index: Indices) -> Term:
@@ -342,9 +343,26 @@ class Elements(Entries):
         return self.entry(node.args[0], (self.entry(node.args[1], index[:-1]), index[-1]))
 
     def _chosen_key(self, node: fx.Node, index: Indices) -> Term | None:
+        """Return the bit of a pair if it is that of the mask's own query, head and key, or block of the key."""
         row = self._zero if sizes(node)[0] == 1 else self.terms.index("row")
-        own = (row, self._zero, self.terms.index("query"), self.terms.index("key"))
-        return self.terms.const(self.chosen, torch.bool) if index == own else None
+        block, heads = choosing_of(node.args[0].args).block, sizes(node)[1]
+        group = self.sizes.get("head", heads) / heads
+        if not group.is_Integer:
+            return None
+        head = self._zero if heads == 1 else self._divided(self.terms.index("head"), group)
+        own = row, head, self.terms.index("query"), self._divided(self.terms.index("key"), sympy.Integer(block))
+        is_own = all(map(self._is_same, index, own))
+        return self.terms.const(self.chosen, torch.bool) if is_own else None
+
+    def _divided(self, at: Term, by: sympy.Expr) -> Term:
+        return at if by == 1 else self.terms.apply(aten.floor_divide.default, at, self._as_tensor(by))
+
+    def _is_same(self, one: Term, other: Term) -> bool:
+        """Return whether indices are proven to be the same."""
+        if one is other:
+            return True
+        are_equal = self.terms.apply(aten.eq.Tensor, one, other)
+        return self.constant_of(are_equal, sympy.Integer(1)) == 1
 
     # Reductions and cumulative sums of constants
 
@@ -381,7 +399,7 @@ class Elements(Entries):
         """Return the number that all entries along a non-empty dimension equal; None if that cannot be proven."""
         dim %= len(index)
         size = sizes(node)[dim]
-        is_bound = size in self.bound_sizes or (size.is_number and size <= LONGEST_ROW)
+        is_bound = size in self.sizes.values() or (size.is_number and size <= LONGEST_ROW)
         if not (size.is_positive and is_bound):
             return None
         along = (*index[:dim], self.terms.index(SCANNED), *index[dim + 1 :])

@@ -17,7 +17,7 @@ from dta_compile.executable.layers import (
 )
 from dta_compile.executable.masks import MaskProgram, refusal
 from dta_compile.ops.attention import ATTENTION_MIXERS, OVER_CHOSEN, Masking
-from dta_compile.ops.chosen_keys import CHOICE_MIXER
+from dta_compile.ops.chosen_keys import CHOICE_MIXER, choosing_of
 from dta_compile.ops.library import is_random
 from dta_compile.ops.mixer import MIXERS, Mixer
 from dta_compile.passes.axes.layouts import mixer_calls, through_copies
@@ -25,7 +25,7 @@ from dta_compile.passes.axes.token_axis import LEARNED_PROMPT, own_mixer_calls
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import First, is_float
 from dta_compile.passes.graphs.operators import CASTS, RESHAPES
-from dta_compile.passes.masks.derivation import MaskPrograms, Silencers, padding_mask_of
+from dta_compile.passes.masks.derivation import MaskPrograms, Silencers, forced_scores, padding_mask_of
 from dta_compile.passes.masks.entries import leaf_of
 from dta_compile.passes.program import Mixed, Program, ancestors, where
 from dta_compile.passes.symbols import sizes
@@ -66,11 +66,17 @@ def mixers(program: Program) -> None:
         if mixer is not CHOICE_MIXER:
             query, key, value, *others = operands
             operands = query, *_with_true_heads(program, key, value), *others
+        chooser, block, forced = None, 1, None
         if choice is not None:
             mixer, operands = OVER_CHOSEN[mixer], (*operands, choice)
+            chooser, block = program.mixer_nodes.index(choice), choosing_of(choice.args).block
+        elif mixer is CHOICE_MIXER:
+            block, forced = choosing_of(node.args).block, rest[-1]
+            forced, rest = None if forced is None else forced_scores(program, forced), (*rest[:-1], None)
         node.target, node.args = mixer.call, (*operands, *Masking.causal(masking.scale, masking.softcap), *rest)
-        chooser = None if choice is None else program.mixer_nodes.index(choice)
-        layers.append(AttentionLayer(index, mixer, _states(mixer, node), where(node), mask, masking.softcap, chooser))
+        of_choice = chooser, block, forced
+        states, line = _states(mixer, node), where(node)
+        layers.append(AttentionLayer(index, mixer, states, line, mask, masking.softcap, *of_choice))
     program.mixers = layers
 
 

@@ -1,7 +1,7 @@
 """Learned sparse attention over chunk and path: choose keys by their index scores, and attend to chosen keys.
 
-A choice is made of depths, which are the numbers of the tokens of a query's sequence, so that it holds for all
-sequences that share the query. It is made, and read, one block of queries at a time.
+A choice is made of depths, which are the numbers of the tokens of a query's sequence, or of depths divided by the size
+of a block, so that it holds for all sequences that share the query. It is made, and read, some queries at a time.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Hashable, Iterator
 import torch
 
 from dta_compile.errors import RuntimeContractError
-from dta_compile.ops.chosen_keys import NONE, are_chosen, index_scores, padded_to
+from dta_compile.ops.chosen_keys import NONE, Choosing, are_chosen, index_scores, padded_to
 from dta_compile.ops.dense_attention import MOST_PAIRS
+from dta_compile.proofs.terms import Evaluation, Term
 from dta_compile.runtime.attention.interface import Operands
 from dta_compile.runtime.attention.reference import Reference, depths_of, keys_above
 from dta_compile.runtime.path.chunk_shape import Limit
@@ -30,12 +31,14 @@ class ChoiceRuntime:
         from_first: every sequence begins at the first token of a row. Then `topk` is called on the rows that it is
             called on in eager mode, which decides between equal scores. Otherwise these are refused.
         where: the user's source line.
+        forced: see `AttentionLayer`.
     """
 
     limit: Limit | None
     width: int
     from_first: bool
     where: str
+    forced: Term | None = None
 
     replayable = False
 
@@ -45,25 +48,53 @@ class ChoiceRuntime:
         return self.limit, self.width
 
     def forward(self, x: LayerInputs) -> Tensors:
-        """Return the depths of the keys chosen for each query, `[1, 1, c, count]`."""
-        (query, weights, key), (above,), (scale, count) = x.operands, x.above, x.constants
-        table, keys = x.table(), torch.cat([above, key], 2)
-        depths = depths_of(table, above.shape[2])
+        """Return the numbers of the blocks chosen for each query, `[1, H or 1, c, count]`."""
+        (query, weights, key), (above,), (scale, *constants) = x.operands, x.above, x.constants
+        table, keys, how = x.table(), torch.cat([above, key], 2), Choosing(*constants)
+        depths, width = depths_of(table, above.shape[2]), -(-self.width // how.block) * how.block
         parts = []
         for queries in blocks(query.shape[1], query.shape[2], keys.shape[2]):
             may_read = keys_above(table, above.shape[2], self.limit, queries)
-            scores = index_scores(query[:, :, queries], weights[:, :, queries], keys, scale)[0]
+            scores = index_scores(query[:, :, queries], weights[:, :, queries], keys, scale, how)[0]
             # One more column takes the scores of keys that are not read, whatever they are.
-            row = scores.new_full((len(scores), self.width + 1), float("-inf"))
-            row = row.scatter_(1, torch.where(may_read, depths, self.width), scores)[:, : self.width]
-            best, choice = row.topk(min(count, self.width))
+            row = scores.new_full((*scores.shape[:2], width + 1), float("-inf"))
+            columns = torch.where(may_read, depths, width).expand_as(scores)
+            row = row.scatter_(2, columns, scores)[..., :width]
+            if how.block > 1:
+                row = row.unflatten(2, (-1, how.block)).amax(-1)
+            best, choice = self._with_forced(row, table.depths[queries, None]).topk(min(how.most, row.shape[2]))
             own = table.depths[queries, None]
-            is_read = choice <= own if self.limit is None else (choice <= own) & (choice >= self.limit.first(own))
+            is_read = choice <= own // how.block
+            if self.limit is not None:
+                is_read &= choice >= self.limit.first(own) // how.block
+            if how.leaves_out:
+                is_read &= best != float("-inf")
+            if self.forced is not None:
+                self._require_keys(is_read & (row.gather(2, choice) != float("-inf")))
             choice = choice.masked_fill(~is_read, NONE)
             if not self.from_first:
                 self._refuse_ties(row, best, choice)
-            parts.append(padded_to(count, choice))
-        return (torch.cat(parts)[None, None],)
+            parts.append(padded_to(how.most, choice))
+        return (torch.cat(parts, 1)[None],)
+
+    def _with_forced(self, row: torch.Tensor, depths: torch.Tensor) -> torch.Tensor:
+        """Replace scores `[H, queries, blocks]` by those that are forced for queries of depths `[queries, 1]`."""
+        if self.forced is None:
+            return row
+        indices = {"query": depths.long(), "block": torch.arange(row.shape[2], device=row.device)[None]}
+        forced = torch.as_tensor(Evaluation({}, int, indices)(self.forced), dtype=row.dtype, device=row.device)
+        return torch.where(forced.isnan(), row, forced)
+
+    def _require_keys(self, is_read: torch.Tensor) -> None:
+        """Raise unless every query reads a key of a block that is chosen; attention of none depends on its mask."""
+        if not bool(is_read.any(-1).all()):
+            raise RuntimeContractError(
+                "a learned index chooses no key that a query may read",
+                where=self.where,
+                expected="blocks that are forced by float('inf') to have such keys, and others not to be forced out",
+                got=f"{int((~is_read.any(-1)).sum())} queries without a key",
+                hint="force the query's own block, or fewer blocks than are chosen",
+            )
 
     def backward(self, grad: torch.Tensor, results: Tensors, x: LayerInputs, above_grads: Tensors) -> Tensors:
         """A choice has no gradient."""
@@ -71,6 +102,7 @@ class ChoiceRuntime:
 
     def _refuse_ties(self, row: torch.Tensor, best: torch.Tensor, choice: torch.Tensor) -> None:
         """Raise if keys that are chosen, and others that are not, have the same score."""
+        row, best, choice = row.flatten(0, 1), best.flatten(0, 1), choice.flatten(0, 1)
         last = best[:, -1:]
         is_tied = ((row == last).sum(1) > (best == last).sum(1)) & (choice[:, -1] != NONE)
         if bool(is_tied.any()):
@@ -84,8 +116,11 @@ class ChoiceRuntime:
             )
 
 
+@dataclasses.dataclass(frozen=True)
 class Blockwise(Reference):
-    """Attention provider for operands that kernels do not take: a choice of keys, or a bias by distance."""
+    """Attention provider for operands that kernels do not take: a choice of blocks of keys, or a bias by distance."""
+
+    block: int = 1  # keys of a block
 
     replayable = False
 
@@ -94,8 +129,9 @@ class Blockwise(Reference):
         for queries in blocks(x.query.shape[1], tokens, prefix + tokens):
             read = keys_above(table, prefix, x.limit, queries)
             if x.choice is not None:
-                chosen = are_chosen(x.choice[0, 0, queries], x.chunk.height)
-                read = read & chosen.index_select(1, depths_of(table, prefix))
+                chosen = are_chosen(x.choice[0, :, queries], -(-x.chunk.height // self.block))
+                read = read & chosen.index_select(2, depths_of(table, prefix) // self.block)
+                read = read.repeat_interleave(x.query.shape[1] // len(read), 0) if len(read) > 1 else read[0]
             yield queries, read
 
 

@@ -34,7 +34,7 @@ class Operands(NamedTuple):
     limit: Limit | None  # a sliding window or chunks of the sequence; None: a token reads all above it
     softcap: float = 0.0  # 0: none; else scaled scores `s` become `softcap * tanh(s / softcap)`
     units: bool = False  # whether a token also reads later ones of its unit, see `ChunkShape.units`
-    choice: torch.Tensor | None = None  # `[1, 1, c, count]`: depths of the keys chosen for each query; None: all
+    choice: torch.Tensor | None = None  # `[1, H or 1, c, count]`: blocks of keys chosen for each query; None: all
     bias: torch.Tensor | None = None  # `[1, Hq, c, n]`: added to scores by distance, see `ops.attention`
 
     def with_dense_rows(self) -> Operands:

@@ -61,7 +61,23 @@ class ReadMasks:
     @property
     def from_first(self) -> bool:
         """Whether every sequence has a row, and begins at its first token."""
-        return self.starts is None and bool((self.valid[:, 1:] <= self.valid[:, :-1]).all())
+        return self.starts is None and _is_behind(self.valid)
+
+
+def _is_behind(valid: torch.Tensor | Booleans) -> bool:
+    """Return whether all padding of `[B, S]` real tokens comes after them."""
+    return bool((valid[:, 1:] <= valid[:, :-1]).all())
+
+
+def _telling_padding(layers: Sequence[MixerLayer], classes: Mapping[MaskProgram | None, MaskClass]) -> list[MaskClass]:
+    """Return the distinct classes of masks without those of indices that are causal over padding, too.
+
+    Padding after the real tokens is not read by these either way.
+    """
+    others = {classes[_mask(layer)] for layer in layers if layer.mixer is not CHOICE_MIXER and _mask(layer) in classes}
+    distinct = dict.fromkeys(classes.values())
+    telling = [one for one in distinct if one in others or one.valid is not None or one.segments]
+    return telling or list(distinct)
 
 
 def _mask(layer: MixerLayer) -> MaskProgram | None:
@@ -99,7 +115,9 @@ def read_masks(
     reader = _Reader(layers, dense, number, shape)
     classes = {mask: reader.class_of(mask) for mask in masks}
     distinct = list(dict.fromkeys(classes.values()))
-    valid = reader.valid_of(distinct) if distinct else reader.unpadded()
+    valid = reader.valid_of(_telling_padding(layers, classes)) if distinct else reader.unpadded()
+    if distinct and not _is_behind(valid):
+        valid = reader.valid_of(distinct)
     fillers = {mask_class: reader.check(mask_class) for mask_class in distinct}
     on_host: Booleans = valid.contiguous().cpu().numpy()
     starts: Booleans | None = None

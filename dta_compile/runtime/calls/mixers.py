@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dta_compile.errors import RefusalError
+from dta_compile.errors import RefusalError, RuntimeContractError
 from dta_compile.executable.executable import Executable
 from dta_compile.executable.layers import AttentionLayer, MixerLayer
 from dta_compile.ops.attention import BIASED_ATTENTION_MIXER, OVER_CHOSEN
@@ -56,7 +56,8 @@ def _attention(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
 
 
 def _over_chosen(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
-    return AttentionRuntime(Blockwise(), context.limits[layer.index], further="choice")
+    assert isinstance(layer, AttentionLayer)
+    return AttentionRuntime(Blockwise(layer.block), context.limits[layer.index], further="choice")
 
 
 def _biased(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
@@ -71,7 +72,17 @@ def _biased(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
 
 
 def _choice(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
-    return ChoiceRuntime(context.limits[layer.index], context.tokens, context.from_first, layer.where)
+    assert isinstance(layer, AttentionLayer)
+    if not context.from_first and (layer.block > 1 or layer.forced is not None):
+        raise RuntimeContractError(
+            "a learned index chooses keys by their numbers in a row, and a sequence begins elsewhere",
+            where=layer.where,
+            expected="sequences that begin at the first token of a row",
+            got="padding before a sequence, or several sequences in a row",
+            hint="pass one sequence per row, padded on the right",
+        )
+    limit = context.limits[layer.index]
+    return ChoiceRuntime(limit, context.tokens, context.from_first, layer.where, layer.forced)
 
 
 def _recurrence(layer: MixerLayer, context: LayerContext) -> AnyRuntime:

@@ -1,17 +1,17 @@
 """Recognise keys that a learned index chooses for each query: `topk` of scores, scattered into a mask.
 
-    scores = (w * relu(scale * q @ k.mT)).sum(heads)          by products, einsum, or a product and a sum
+    scores = (w * relu(scale * q @ k.mT)).sum(heads)          by products, einsum, or a product and a sum; or `q @ k.mT`
     scores = scores.masked_fill(~causal, -inf)                or `where`, or a mask that is added
     index = scores.topk(min(count, S), -1).indices
     mask = causal & torch.zeros(B, S, S, dtype=bool).scatter(-1, index, True)
 
-The choice becomes a mixer (`ops.chosen_keys`) with the masks of the scores as its own, and the scattered tensor
-`CHOSEN`, one bit for each pair. What is made of that tensor is for the pass `mixers` to judge.
+Blocks of keys are chosen by their best key (`blocks`). The choice becomes a mixer (`ops.chosen_keys`) with the masks of
+the scores as its own, and the scattered tensor `CHOSEN`, one bit for each pair of a query and a key or block. What is
+made of that tensor is for the pass `mixers` to judge.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -21,10 +21,11 @@ from torch import fx
 from torch.utils._sympy.functions import Min
 
 from dta_compile.ops.attention import Masking
-from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, CHOSEN
+from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, CHOSEN, Choosing
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import call, descendants
-from dta_compile.passes.graphs.operators import CASTS, COPIES, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS
+from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS
+from dta_compile.passes.lowering.attention.blocks import Blocks, Written, operand_of_blocks
 from dta_compile.passes.lowering.attention.factors import (
     MOVES,
     Arranged,
@@ -43,7 +44,6 @@ from dta_compile.passes.symbols import expression, sizes
 
 aten = torch.ops.aten
 
-SCATTERS = (aten.scatter.value, aten.scatter.src)
 TIES = (
     "numbers of each key alone: equal tokens have equal ones, between which topk decides by rounding and by the length"
     " of the row"
@@ -58,41 +58,23 @@ def recognise_choices(graph: fx.Graph, weights: Collection[fx.Node]) -> None:
         weights: placeholders that are parameters.
     """
     data = [node for node in graph.find_nodes(op="placeholder") if node not in weights and has_tensor(node)]
-    arranger, of_data, choices = Arranger(graph), descendants(graph, data), dict[fx.Node, fx.Node]()
+    arranger, of_data = Arranger(graph), descendants(graph, data)
+    choices = dict[tuple[fx.Node, bool], fx.Node]()
     for node in list(graph.nodes):
-        topk = _topk_of(node)
-        if topk is None:
+        written = Written.by(node)
+        if written is None:
             continue
+        topk, leaves_out = written.topk, written.none is not None
         try:
             with graph.inserting_before(node):
-                if topk not in choices and not _takes_all(topk):
-                    choices[topk] = _Choice(topk, of_data).replaced(arranger, weights)
-                node.replace_all_uses_with(_scattered(arranger, node, choices.get(topk)))
+                if (topk, leaves_out) not in choices and (leaves_out or not _takes_all(topk)):
+                    choices[topk, leaves_out] = _Choice(topk, of_data, leaves_out).replaced(arranger, weights)
+                choice = choices.get((topk, leaves_out))
+                for visible in written.visible():
+                    visible.replace_all_uses_with(_scattered(arranger, written, choice))
         except Mismatch as mismatch:
             topk.meta["unrecognised_choice"] = str(mismatch)
     graph.eliminate_dead_code(fx.Node.is_impure)
-
-
-def _topk_of(node: fx.Node) -> fx.Node | None:
-    """Return the `topk` whose indices along the last dimension a node scatters into a mask, or None."""
-    if node.target not in SCATTERS or not isinstance(node.args[2], fx.Node):
-        return None
-    base, dim, index = node.args[:3]
-    while index.target in CASTS | COPIES and index.meta["val"].dtype in (torch.int32, torch.int64):
-        index = index.args[0]
-    is_last = dim % max(len(sizes(node)), 1) == len(sizes(node)) - 1
-    is_number = number_of(base) is not None and _value(node) is not None
-    if not is_number or not is_last or index.target is not operator.getitem or index.args[1] != 1:
-        return None
-    topk = index.args[0]
-    if topk.target is not aten.topk.default or sizes(topk.args[0]) != sizes(node):
-        return None
-    along = (argument(topk, 2, "dim"), argument(topk, 3, "largest"))
-    return topk if along in ((-1, True), (len(sizes(node)) - 1, True)) else None
-
-
-def _value(scatter: fx.Node) -> float | None:
-    return number_of(scatter.args[3])
 
 
 def _takes_all(topk: fx.Node) -> bool:
@@ -104,24 +86,23 @@ def _count(topk: fx.Node) -> sympy.Expr:
     return expression(topk.args[1].meta["val"] if isinstance(topk.args[1], fx.Node) else topk.args[1])
 
 
-def _scattered(arranger: Arranger, scatter: fx.Node, choice: fx.Node | None) -> fx.Node:
-    """Return the value of a scatter as a function of `CHOSEN`; `choice` is None if all keys are chosen."""
-    graph, value = scatter.graph, scatter.meta["val"]
-    shape = [arranger.sizes.build(size) for size in sizes(scatter)]
+def _scattered(arranger: Arranger, written: Written, choice: fx.Node | None) -> fx.Node:
+    """Return what a scatter writes as a function of `CHOSEN`; `choice` is None if all keys are chosen."""
+    value, scores = written.scatter.meta["val"], sizes(written.topk.args[0])
+    graph, shape = arranger.graph, [arranger.sizes.build(size) for size in scores]
     if None in shape or len(shape) not in (3, 4):
-        raise Mismatch(f"a mask of sizes {sizes(scatter)}")
+        raise Mismatch(f"a mask of sizes {scores}")
     kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
     with value.fake_mode:
-        base, written = (
-            call(graph, aten.full.default, shape, number, **kwargs)
-            for number in (number_of(scatter.args[0]), _value(scatter))
-        )
+        base, filled = (call(graph, aten.full.default, shape, number, **kwargs) for number in written.numbers)
     if choice is None:
-        return written
-    chosen = call(graph, CHOSEN, choice)
+        return filled
+    chosen = call(graph, CHOSEN, choice, shape[-1])
     if len(shape) == 3:
+        if sizes(chosen)[1] != 1:
+            raise Mismatch("a choice for each head in a mask that merges heads with sequences")
         chosen = call(graph, aten.select.int, chosen, 1, 0)
-    return call(graph, aten.where.self, chosen, written, base)
+    return call(graph, aten.where.self, chosen, filled, base)
 
 
 def _are_of_keys(scores: fx.Node) -> bool:
@@ -134,18 +115,20 @@ def _are_of_keys(scores: fx.Node) -> bool:
 
 
 class _Choice:
-    """Scores `[B, S, T]` that `topk` chooses by; raises `Mismatch` if they are not understood."""
+    """Scores `[B, S, T]` or `[B, H, S, T]` that `topk` chooses by; raises `Mismatch` if they are not understood."""
 
-    def __init__(self, topk: fx.Node, of_data: set[fx.Node]) -> None:
-        self.of_data = of_data
+    def __init__(self, topk: fx.Node, of_data: set[fx.Node], leaves_out: bool) -> None:
+        self.of_data, self.leaves_out = of_data, leaves_out
         self.known: dict[fx.Node, list[fx.Node] | None] = {}
         self.count = self._constant(_count(topk), sizes(topk.args[0])[-1])
         path = self._path_to(topk.args[0], MOST_STEPS)
-        if path is None or not any(node.target is aten.relu.default for node in path):
+        if path is None:
             alone = _are_of_keys(topk.args[0])
-            raise Mismatch(TIES if alone else "scores that are no weighted sum of relu(query @ key)")
+            raise Mismatch(
+                TIES if alone else "scores that are no query @ key, and no weighted sum of relu(query @ key)"
+            )
         product, *steps = path
-        self.topk, self.scores, self.source = topk, Scores.of(product), product
+        self.topk, self.scores, self.source, self.blocks = topk, Scores.of(product), product, Blocks()
         self.by_head: list[Dim] | None = None  # dimensions of the scores before they were summed over heads
         self.weights: Arranged | None = None
         self.is_positive = False  # whether the relu is applied
@@ -171,6 +154,8 @@ class _Choice:
         operands: Sequence[Any] = ()
         if node.target in MOVES | CASTS | MASKED_FILLS | {aten.relu.default, aten.sum.dim_IntList}:
             operands = node.args[:1]
+        elif (source := operand_of_blocks(node)) is not None:
+            operands = [source]
         elif node.target in SCORE_PRODUCTS | PRODUCTS | SUMS | QUOTIENTS:
             operands = node.args[-2:] if node.target in SCORE_PRODUCTS else node.args[:2]
         elif node.target is aten.where.self:
@@ -186,6 +171,8 @@ class _Choice:
     def _follow(self, node: fx.Node) -> None:
         """Apply the effect of a node whose operand `self.source` is the scores so far."""
         scores, target = self.scores, node.target
+        if self.blocks.follow(node, self.source):
+            return
         if target is aten.relu.default:
             is_weighed = self.weights is not None or self.by_head is not None
             if is_weighed or scores.is_changed or scores.by or scores.further:
@@ -242,10 +229,14 @@ class _Choice:
         keys = next((one for one in (scores.left, scores.right) if all(map(one.has, leaves(key)))), scores.right)
         attention = Attention.over(scores, keys, [], key, scores.dims if self.by_head is None else self.by_head, [])
         batch, heads, token, last = attention.batch, attention.heads, attention.token, attention.key
-        if [leaf for dim in scores.dims for leaf in leaves(dim)] != [*batch, token, last]:
-            raise Mismatch("a choice for each head, or over other dimensions than sequences, queries and keys")
+        by_head = self.by_head is None and self.weights is None
+        own = [[*batch], *[heads] * by_head, [token], [last]]
+        if [leaf for dim in scores.dims for leaf in leaves(dim)] != [leaf for dim in own for leaf in dim]:
+            raise Mismatch("a choice over other dimensions than sequences, heads, queries and keys")
         if attention.kv_heads not in ([], heads):
             raise Mismatch("index keys that several heads share")
+        if self.blocks.forced is not None and (scores.shift or scores.by):
+            raise Mismatch("numbers beside scores that are scaled by several numbers, or shifted")
         rewrite = Rewrite(arranger, attention, self.topk, weights)
         query, scale = rewrite._scaled_query()
         keys = arranger.arrange(attention.keys, [batch, attention.kv_heads, [last], leaves(scores.depth)])
@@ -257,7 +248,9 @@ class _Choice:
             of_heads = arranger.arrange(self.weights, dims)
         operands = (call(arranger.graph, aten.detach.default, value) for value in (query, of_heads, keys))
         masking = Masking(rewrite._mask(query.meta["val"].dtype), False, None, 0, scale, 0.0)
-        node = call(arranger.graph, CHOOSE_KEYS_CALL, *operands, *masking, self.count)
+        how = Choosing(self.count, self.blocks.size, self.is_positive, by_head, self.leaves_out)
+        forced = self.blocks.of_scores(len(scores.dims))
+        node = call(arranger.graph, CHOOSE_KEYS_CALL, *operands, *masking, *how, forced)
         for new in (node, *node.all_input_nodes):
             new.meta.setdefault("stack_trace", self.topk.meta.get("stack_trace"))
         return node

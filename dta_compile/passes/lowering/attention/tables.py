@@ -1,0 +1,233 @@
+"""Rebuild biases that depend on the distance of query and key alone, such as T5's, as tables by distance.
+
+Causal attention reads only keys `k <= q`. Of a bias that is a function of `q - k` for those, the entries of key 0 are
+all that there is: that of query `d` holds for the distance `d`. So the *table* `[..., S, 1]` of such a bias is what the
+operators of the bias compute of key 0, and has an entry for each token. `Tables.split` proves and builds it, for
+`recognise` and `rewrite`: ranges of tokens whose difference is `q - k`, what pointwise operators, look-ups and moves of
+entries make of them, with parameters or not, and tensors over pairs of tokens that an input gives, which each call
+tests (`ops.distances`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile.ops.distances import BY_DEPTH, ENTRIES_BY_DISTANCE, HIDDEN_PAIRS
+from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.axes.shape_rules import Labels, labelled_source, labels_in
+from dta_compile.passes.graphs.nodes import call, filled_with, is_float, is_pointwise
+from dta_compile.passes.graphs.operators import (
+    CASTS,
+    MASKED_FILLS,
+    RANGES,
+    RESHAPES,
+    SQUEEZES,
+    SUMS,
+    UNTAGGED_POINTWISE,
+)
+from dta_compile.passes.lowering.attention.distances import Affine, Distances, Slope, hides
+from dta_compile.passes.lowering.attention.factors import number_of
+from dta_compile.passes.program import ancestors, has_tensor, where
+from dta_compile.passes.symbols import sizes
+from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
+
+aten = torch.ops.aten
+
+Known = dict[tuple[fx.Node, Labels], fx.Node]
+Operands = list[tuple[fx.Node, Labels]]
+
+
+def by_depth(node: fx.Node, weights: Collection[fx.Node]) -> fx.Node:
+    """Mark a table that is made of data alone, whose entries tokens read by their depth; others are made of such."""
+    return node if ancestors([node]) & set(weights) else call(node.graph, BY_DEPTH, node)
+
+
+class Tables(Distances):
+    """Analysis like that of `Distances`, with tables in the place of slopes.
+
+    Args:
+        weights: the inputs that are parameters.
+        known: the values of key 0 that were built in this graph so far.
+    """
+
+    def __init__(self, graph: fx.Graph, dtype: torch.dtype, weights: Collection[fx.Node], known: Known) -> None:
+        super().__init__(graph, dtype)
+        self.weights, self.known = set(weights), known
+        self.proven: dict[tuple[fx.Node, Labels], bool] = {}
+        self.tested: set[fx.Node] = set()
+
+    def split(self, node: fx.Node, labels: Labels) -> tuple[fx.Node | None, Slope] | None:
+        """Split a bias into a rest and a table; see `Distances.split`."""
+        parts = super().split(node, labels)
+        if parts is not None or not self._is_table(node, labels) or not self._differs_by_head(node, labels):
+            return parts
+        hidden = call(self.graph, HIDDEN_PAIRS, node, labels.index("q"), labels.index("k"), FORBIDDEN, CERTAIN)
+        for dim, label in enumerate(labels):
+            hidden = hidden if label else call(self.graph, aten.unsqueeze.default, hidden, dim)
+        return hidden, self._entries(node, labels)
+
+    def _rounds(self, node: fx.Node) -> bool:
+        return False  # tables are computed as biases are
+
+    def _affine(self, node: Any, labels: Labels) -> Affine | None:
+        value = super()._affine(node, labels)
+        is_exact = value is None or all(part.is_integer for part in value)
+        return value if is_exact or not super()._rounds(node) else None
+
+    def _slope(self, node: fx.Node, labels: Labels) -> Slope | None:
+        """Return the table of a bias; 0.0 if it has no keys, None if it is no function of the distance, or a mask."""
+        if "k" not in labels:
+            return 0.0
+        if "q" not in labels or not self._is_bias(node, labels):
+            return None
+        if not self._is_of_distance(node, labels):
+            return None
+        if not self._learned(node) and any(map(is_float, self.tested & ancestors([node]))):
+            return None  # it may hide keys, too: see `split`
+        return self._of_key_0(node, labels)
+
+    def _combined(self, node: fx.Node, one: Slope, other: Slope) -> Slope | None:
+        if isinstance(one, fx.Node) and isinstance(other, fx.Node):
+            one, other = (by_depth(part, self.weights) for part in (one, other))
+        return super()._combined(node, one, other)
+
+    def _moved(self, node: fx.Node, slope: Slope, labels: Labels) -> Slope | None:
+        if not isinstance(slope, fx.Node):
+            return slope
+        return self._again(node, labels, {node.args[0]: slope})
+
+    def _learned(self, node: fx.Node) -> bool:
+        return not ancestors([node]).isdisjoint(self.weights)
+
+    def _differs_by_head(self, node: fx.Node, labels: Labels) -> bool:
+        return any(label is None and size != 1 for label, size in zip(labels, sizes(node), strict=True))
+
+    def _is_bias(self, node: Any, labels: Labels) -> bool:
+        """Whether a value of pairs cannot be a mask, nor be made of one: the table would lack which keys it hides."""
+        if not {"q", "k"} <= set(labels):
+            return True
+        if node.target in SUMS:
+            return all(self._is_bias(arg, labels_in(arg, labels)) for arg in node.args[:2])
+        if node.target is aten.where.self or node.target in MASKED_FILLS:
+            values = node.args[1:] if node.target is aten.where.self else (node.args[0], node.args[2])
+            return all(not hides(arg) and self._is_bias(arg, labels_in(arg, labels)) for arg in values)
+        if (moved := self._source(node, labels)) is not None:
+            return self._is_bias(*moved)
+        return self._differs_by_head(node, labels) or self._learned(node) or self._is_arithmetic(node)
+
+    def _is_arithmetic(self, node: fx.Node) -> bool:
+        """Whether a value is computed without conditions and without numbers that may hide keys."""
+        nodes = ancestors([node])
+        numbers = [number_of(arg) for one in nodes for arg in (*one.args, *one.kwargs.values())]
+        is_low = any(number is not None and not abs(number) < -FORBIDDEN for number in numbers)
+        return not is_low and all(getattr(one.meta.get("val"), "dtype", None) is not torch.bool for one in nodes)
+
+    def _is_of_distance(self, node: fx.Node, labels: Labels) -> bool:
+        """Whether the entries of a value depend on the distance `q - k >= 0` alone, and on no sequence."""
+        if (node, labels) not in self.proven:
+            self.proven[node, labels] = self._proof(node, labels)
+        return self.proven[node, labels]
+
+    def _proof(self, node: fx.Node, labels: Labels) -> bool:
+        if any(label is None and not size.is_number for label, size in zip(labels, sizes(node), strict=True)):
+            return False
+        if not {"q", "k"} & set(labels):
+            return True
+        affine = self._affine(node, labels)
+        if affine is not None and affine[0] + affine[1] == 0:
+            return True
+        operands = self._operands(node, labels)
+        if operands and all(self._is_of_distance(*operand) for operand in operands):
+            return True
+        if not self._is_table(node, labels):
+            return False
+        self.tested.add(node)
+        return True
+
+    def _is_table(self, node: fx.Node, labels: Labels) -> bool:
+        """Whether a call can test the entries of a value over pairs: it is made of data, alike for all sequences."""
+        is_alike = all(label or size.is_number for label, size in zip(labels, sizes(node), strict=True))
+        return is_alike and labels.count("q") == labels.count("k") == 1 and not self._learned(node)
+
+    def _operands(self, node: fx.Node, labels: Labels) -> Operands | None:
+        """Return the operands whose entries at a query and key an operator computes its own of; None for others."""
+        if node.op != "call_function" or not node.args:
+            return None
+        source = node.args[0]
+        if node.target in CASTS:
+            return [(source, labels)]
+        if (moved := labelled_source(node, labels)) is not None:
+            return [moved]
+        if is_pointwise(node) or node.target in UNTAGGED_POINTWISE:
+            tensors = [arg for arg in node.all_input_nodes if has_tensor(arg)]
+            return [(arg, labels_in(arg, labels)) for arg in tensors]
+        if node.target is aten.embedding.default and labels[-1] is None:
+            return [(source, (None, None)), (node.args[1], labels[:-1])]
+        if node.target is aten.index.Tensor:
+            return self._indexed(node, labels)
+        if node.target in SQUEEZES and len(node.args) > 1:
+            dims = [node.args[1]] if isinstance(node.args[1], int) else node.args[1]
+            removed = {dim % len(sizes(source)) for dim in dims if sizes(source)[dim] == 1}
+            left = iter(labels)
+            return [(source, tuple(None if dim in removed else next(left) for dim in range(len(sizes(source)))))]
+        if node.target is aten.select.int:
+            dim = node.args[1] % len(sizes(source))
+            return [(source, (*labels[:dim], None, *labels[dim:]))]
+        if node.target is aten.slice.Tensor and labels[argument(node, 1, "dim") or 0] is None:
+            return [(source, labels)]
+        return None
+
+    def _indexed(self, node: fx.Node, labels: Labels) -> Operands | None:
+        """Return the operands of `x[..., index]`, if neither depends on the index that the other one does."""
+        source, indices = node.args[:2]
+        picks = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+        if any(index.meta["val"].dtype in (torch.bool, torch.uint8) for _, index in picks):
+            return None
+        first, last, rank = picks[0][0], picks[-1][0], max(len(sizes(index)) for _, index in picks)
+        if last - first + 1 != len(picks) or any(labels[:first] + labels[first + rank :]):
+            return None
+        picked = labels[first : first + rank]
+        return [(source, (None,) * len(sizes(source))), *((index, labels_in(index, picked)) for _, index in picks)]
+
+    def _of_key_0(self, node: fx.Node, labels: Labels) -> fx.Node:
+        """Build the entries of key 0 of a value, with a key dimension of size one."""
+        if "k" not in labels:
+            return node
+        if (node, labels) not in self.known:
+            self.known[node, labels] = self._built(node, labels)
+        return self.known[node, labels]
+
+    def _built(self, node: fx.Node, labels: Labels) -> fx.Node:
+        number, operands = filled_with(node), self._operands(node, labels)
+        if isinstance(number, (bool, int, float)):
+            value = node.meta["val"]
+            kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+            with value.fake_mode:
+                return call(self.graph, aten.full.default, [1] * value.dim(), number, **kwargs)
+        if operands is None or node in self.tested:
+            return self._entries(node, labels)
+        return self._again(node, labels, {arg: self._of_key_0(arg, own) for arg, own in operands}, operands)
+
+    def _entries(self, node: fx.Node, labels: Labels) -> fx.Node:
+        """Build the entries of key 0 of a table of data, or of a range."""
+        dim = labels.index("k")
+        if "q" not in labels or node.target in RANGES:
+            return call(self.graph, aten.slice.Tensor, node, dim, 0, 1)
+        return call(self.graph, ENTRIES_BY_DISTANCE, node, labels.index("q"), dim, where(node))
+
+    def _again(
+        self, node: fx.Node, labels: Labels, values: dict[fx.Node, fx.Node], operands: Operands | None = None
+    ) -> fx.Node:
+        """Build a call like a node over the entries of key 0, `values` by operand, which are marked beside parameters."""
+        if operands is not None and self._learned(node):
+            of_tokens = {arg for arg, own in operands if "q" in own}
+            values = {arg: by_depth(value, self.weights) if arg in of_tokens else value for arg, value in values.items()}
+        args = fx.node.map_arg(node.args, lambda arg: values.get(arg, arg))
+        if node.target in RESHAPES | {aten.expand.default}:
+            shape = [1 if label == "k" else size for label, size in zip(labels, node.args[1], strict=True)]
+            args = (args[0], shape)
+        return call(self.graph, node.target, *args, **node.kwargs)

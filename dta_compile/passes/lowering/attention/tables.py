@@ -75,8 +75,9 @@ class Tables(Distances):
 
     def _affine(self, node: Any, labels: Labels) -> Affine | None:
         value = super()._affine(node, labels)
-        is_exact = value is None or all(part.is_integer for part in value)
-        return value if is_exact or not super()._rounds(node) else None
+        if value is None or not isinstance(node, fx.Node) or all(part.is_integer for part in value):
+            return value
+        return None if super()._rounds(node) else value
 
     def _slope(self, node: fx.Node, labels: Labels) -> Slope | None:
         """Return the table of a bias; 0.0 if it has no keys, None if it is no function of the distance, or a mask."""
@@ -86,7 +87,8 @@ class Tables(Distances):
             return None
         if not self._is_of_distance(node, labels):
             return None
-        if not self._learned(node) and any(map(is_float, self.tested & ancestors([node]))):
+        tested = self.tested & ancestors([node])
+        if tested and not self._learned(node) and (any(map(is_float, tested)) or not self._differs_by_head(node, labels)):
             return None  # it may hide keys, too: see `split`
         return self._of_key_0(node, labels)
 
@@ -110,14 +112,14 @@ class Tables(Distances):
         """Whether a value of pairs cannot be a mask, nor be made of one: the table would lack which keys it hides."""
         if not {"q", "k"} <= set(labels):
             return True
-        if node.target in SUMS:
-            return all(self._is_bias(arg, labels_in(arg, labels)) for arg in node.args[:2])
-        if node.target is aten.where.self or node.target in MASKED_FILLS:
-            values = node.args[1:] if node.target is aten.where.self else (node.args[0], node.args[2])
-            return all(not hides(arg) and self._is_bias(arg, labels_in(arg, labels)) for arg in values)
         if (moved := self._source(node, labels)) is not None:
             return self._is_bias(*moved)
-        return self._differs_by_head(node, labels) or self._learned(node) or self._is_arithmetic(node)
+        values = node.args[:2] if node.target in SUMS else ()
+        if node.target is aten.where.self or node.target in MASKED_FILLS:
+            values = node.args[1:] if node.target is aten.where.self else (node.args[0], node.args[2])
+        is_made_of = all(not hides(arg) and self._is_bias(arg, labels_in(arg, labels)) for arg in values)
+        is_own = self._differs_by_head(node, labels) or self._learned(node) or self._is_arithmetic(node)
+        return is_made_of and is_own
 
     def _is_arithmetic(self, node: fx.Node) -> bool:
         """Whether a value is computed without conditions and without numbers that may hide keys."""

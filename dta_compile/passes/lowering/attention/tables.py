@@ -13,16 +13,18 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from dta_compile.ops.distances import BY_DEPTH, ENTRIES_BY_DISTANCE, HIDDEN_PAIRS
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.axes.shape_rules import Labels, labelled_source, labels_in
+from dta_compile.passes.axes.shape_rules import Labels, labelled_source, labels_in, reshape_groups
 from dta_compile.passes.graphs.nodes import call, filled_with, is_float, is_pointwise
 from dta_compile.passes.graphs.operators import (
     CASTS,
     MASKED_FILLS,
+    MATRIX_PRODUCTS,
     RANGES,
     RESHAPES,
     SQUEEZES,
@@ -137,9 +139,9 @@ class Tables(Distances):
     def _proof(self, node: fx.Node, labels: Labels) -> bool:
         if any(label is None and not size.is_number for label, size in zip(labels, sizes(node), strict=True)):
             return False
-        if not {"q", "k"} & set(labels):
+        if not _over(labels):
             return True
-        affine = self._affine(node, labels)
+        affine = self._affine(node, labels) if set(labels) <= {"q", "k", None} else None
         if affine is not None and affine[0] + affine[1] == 0:
             return True
         operands = self._operands(node, labels)
@@ -162,8 +164,19 @@ class Tables(Distances):
         source = node.args[0]
         if node.target in CASTS:
             return [(source, labels)]
-        if (moved := labelled_source(node, labels)) is not None:
+        if (moved := labelled_source(node, labels) or _regrouped(node, labels)) is not None:
             return [moved]
+        if node.target in MATRIX_PRODUCTS:
+            *added, left, right = node.args
+            of_left, of_right = (*labels[:-1], None), (*labels[:-2], None, labels[-1])
+            return [*((one, labels_in(one, labels)) for one in added), (left, of_left), (right, of_right)]
+        if node.target in (aten.sum.dim_IntList, aten.mean.dim):
+            dims = {dim % len(sizes(source)) for dim in node.args[1] or ()}
+            left = iter(labels)
+            kept = [None if dim in dims and not argument(node, 2, "keepdim") else next(left) for dim in range(len(sizes(source)))]
+            return [(source, tuple(kept))] if dims and not any(kept[dim] for dim in dims) else None
+        if node.target is aten.cat.default and labels[argument(node, 1, "dim") or 0] is None:
+            return [(part, labels) for part in source]
         if is_pointwise(node) or node.target in UNTAGGED_POINTWISE:
             tensors = [arg for arg in node.all_input_nodes if has_tensor(arg)]
             return [(arg, labels_in(arg, labels)) for arg in tensors]
@@ -197,7 +210,7 @@ class Tables(Distances):
 
     def _of_key_0(self, node: fx.Node, labels: Labels) -> fx.Node:
         """Build the entries of key 0 of a value, with a key dimension of size one."""
-        if "k" not in labels:
+        if "k" not in _over(labels):
             return node
         if (node, labels) not in self.known:
             self.known[node, labels] = self._built(node, labels)
@@ -226,10 +239,43 @@ class Tables(Distances):
     ) -> fx.Node:
         """Build a call like a node over the entries of key 0, `values` by operand, which are marked beside parameters."""
         if operands is not None and self._learned(node):
-            of_tokens = {arg for arg, own in operands if "q" in own}
+            of_tokens = {arg for arg, own in operands if "q" in _over(own)}
             values = {arg: by_depth(value, self.weights) if arg in of_tokens else value for arg, value in values.items()}
         args = fx.node.map_arg(node.args, lambda arg: values.get(arg, arg))
         if node.target in RESHAPES | {aten.expand.default}:
-            shape = [1 if label == "k" else size for label, size in zip(labels, node.args[1], strict=True)]
-            args = (args[0], shape)
+            shapes = zip(labels, node.args[1], sizes(node), strict=True)
+            args = args[0], [_size(label, argument, size) for label, argument, size in shapes]
         return call(self.graph, node.target, *args, **node.kwargs)
+
+
+def _over(labels: Labels) -> str:
+    """Return which of queries and keys some dimensions run over; one may run over pairs of both, "qk" or "kq"."""
+    return "".join(label for label in labels if label)
+
+
+def _regrouped(node: fx.Node, labels: Labels) -> tuple[fx.Node, Labels] | None:
+    """Return the operand of a reshape that merges queries with keys or takes them apart, and its labels."""
+    if node.target not in RESHAPES:
+        return None
+    source, after = node.args[0], sizes(node)
+    before = sizes(source)
+    own: list[str | None] = [None] * len(before)
+    for group_in, group_out in reshape_groups(before, after):
+        ins, found = [i for i in group_in if before[i] != 1], _over(tuple(labels[j] for j in group_out))
+        if not found:
+            continue
+        outs = [j for j in group_out if after[j] != 1]
+        if len(ins) == 1 and all(labels[j] for j in outs):
+            own[ins[0]] = found
+        elif len(ins) == len(found) == 2 and len(outs) == 1 and before[ins[0]] == before[ins[1]]:
+            own[ins[0]], own[ins[1]] = found
+        else:
+            return None
+    return source, tuple(own)
+
+
+def _size(label: str | None, argument: Any, size: sympy.Expr) -> Any:
+    """Return a size that a reshape of the entries of key 0 takes, for that of all keys."""
+    if label == "k":
+        return 1
+    return argument if label == "q" else -1 if label else int(size)

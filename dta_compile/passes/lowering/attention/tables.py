@@ -16,6 +16,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.functions import FloorDiv
 
 from dta_compile.ops.distances import BY_DEPTH, ENTRIES_BY_DISTANCE, HIDDEN_PAIRS
 from dta_compile.passes.axes.layouts import argument
@@ -219,10 +220,13 @@ class Tables(Distances):
     def _built(self, node: fx.Node, labels: Labels) -> fx.Node:
         number, operands = filled_with(node), self._operands(node, labels)
         if isinstance(number, (bool, int, float)):
-            value = node.meta["val"]
+            value, shape = node.meta["val"], list(sizes(node))
+            for dim, (label, size) in enumerate(zip(labels, sizes(node), strict=True)):
+                is_known = label == "k" or size.is_number
+                shape[dim] = int(label == "k" or size) if is_known else call(self.graph, aten.sym_size.int, node, dim)
             kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
             with value.fake_mode:
-                return call(self.graph, aten.full.default, [1] * value.dim(), number, **kwargs)
+                return call(self.graph, aten.full.default, shape, number, **kwargs)
         if operands is None or node in self.tested:
             return self._entries(node, labels)
         return self._again(node, labels, {arg: self._of_key_0(arg, own) for arg, own in operands}, operands)
@@ -257,8 +261,8 @@ def _regrouped(node: fx.Node, labels: Labels) -> tuple[fx.Node, Labels] | None:
     """Return the operand of a reshape that merges queries with keys or takes them apart, and its labels."""
     if node.target not in RESHAPES:
         return None
-    source, after = node.args[0], sizes(node)
-    before = sizes(source)
+    source = node.args[0]
+    before, after = (tuple(map(_divided, sizes(one))) for one in (source, node))
     own: list[str | None] = [None] * len(before)
     for group_in, group_out in reshape_groups(before, after):
         ins, found = [i for i in group_in if before[i] != 1], _over(tuple(labels[j] for j in group_out))
@@ -272,6 +276,12 @@ def _regrouped(node: fx.Node, labels: Labels) -> tuple[fx.Node, Labels] | None:
         else:
             return None
     return source, tuple(own)
+
+
+def _divided(size: sympy.Expr) -> sympy.Expr:
+    """Return a size whose quotients by factors are carried out: a view of `[S * S]` as `[S, -1]` has `S**2 // S`."""
+    quotients = {part: sympy.cancel(part.args[0] / part.args[1]) for part in size.atoms(FloorDiv)}
+    return size.subs({part: exact for part, exact in quotients.items() if exact.as_numer_denom()[1] == 1})
 
 
 def _size(label: str | None, argument: Any, size: sympy.Expr) -> Any:

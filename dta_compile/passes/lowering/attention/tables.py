@@ -35,7 +35,7 @@ from dta_compile.passes.graphs.operators import (
 from dta_compile.passes.lowering.attention.distances import Affine, Distances, Slope, hides
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.program import ancestors, has_tensor, where
-from dta_compile.passes.symbols import sizes
+from dta_compile.passes.symbols import expression, sizes
 from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
 
 aten = torch.ops.aten
@@ -148,6 +148,9 @@ class Tables(Distances):
         operands = self._operands(node, labels)
         if operands and all(self._is_of_distance(*operand) for operand in operands):
             return True
+        if (picked := self._picked(node, labels)) is not None:
+            self.known[node, labels] = picked
+            return True
         if not self._is_table(node, labels):
             return False
         self.tested.add(node)
@@ -208,6 +211,50 @@ class Tables(Distances):
             return None
         picked = labels[first : first + rank]
         return [(source, (None,) * len(sizes(source))), *((index, labels_in(index, picked)) for _, index in picks)]
+
+    def _picked(self, node: fx.Node, labels: Labels) -> fx.Node | None:
+        """Build the entries of key 0 of rows that are picked from a value by distance; None if they are none.
+
+        The value may have a row for each distance, which a prefix tree has no place for: an embedding of a range, or
+        what a network makes of one. So the rows are computed of those that are picked from the range.
+        """
+        if node.target is aten.index.Tensor:
+            source, indices = node.args[:2]
+        elif node.target is aten.embedding.default:
+            source, indices = node.args[0], [node.args[1]]
+        else:
+            return None
+        (dim, index), *others = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+        own = labels[dim : dim + len(sizes(index))]
+        if others or own not in (("q", "k"), ("k", "q"), ("qk",), ("kq",)) or _over(labels) != _over(own):
+            return None
+        if index.meta["val"].dtype is not torch.int64 or not self._is_of_distance(index, own):
+            return None
+        rows = call(self.graph, aten.reshape.default, self._of_key_0(index, own), [-1])
+        picked = self._at_rows(source, tuple("r" if i == dim else None for i in range(len(sizes(source)))), rows)
+        if picked is None or len(own) == 1:
+            return picked
+        return call(self.graph, aten.unsqueeze.default, picked, dim + own.index("k"))
+
+    def _at_rows(self, node: fx.Node, labels: Labels, rows: fx.Node) -> fx.Node | None:
+        """Build the entries of a value at some rows, those along the dimension "r"; None if they depend on others."""
+        if "r" not in labels:
+            is_number = all(size.is_number for size in sizes(node))
+            return node if is_number else None
+        dim = labels.index("r")
+        if not self._learned(node) or sizes(node)[dim].is_number:
+            return call(self.graph, aten.index.Tensor, node, [None] * dim + [by_depth(rows, self.weights)])
+        if node.target is aten.slice.Tensor and argument(node, 1, "dim") % len(labels) == dim:
+            start, length = argument(node, 2, "start") or 0, call(self.graph, aten.sym_size.int, node, dim)
+            first = expression(start.meta["val"] if isinstance(start, fx.Node) else start)
+            if argument(node, 4, "step") not in (None, 1) or not first.is_nonnegative:
+                return None
+            rows = call(self.graph, aten.remainder.Scalar, rows, length)
+            return self._at_rows(node.args[0], labels, call(self.graph, aten.add.Scalar, rows, start))
+        if (operands := self._operands(node, labels)) is None:
+            return None
+        values = {arg: self._at_rows(arg, own, rows) for arg, own in operands}
+        return None if None in values.values() else self._again(node, labels, values)
 
     def _of_key_0(self, node: fx.Node, labels: Labels) -> fx.Node:
         """Build the entries of key 0 of a value, with a key dimension of size one."""

@@ -16,6 +16,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._sympy.functions import FloorDiv
 
 from dta_compile.ops.distances import BY_DEPTH, ENTRIES_BY_DISTANCE, HIDDEN_PAIRS
@@ -35,7 +36,7 @@ from dta_compile.passes.graphs.operators import (
 from dta_compile.passes.lowering.attention.distances import Affine, Distances, Slope, hides
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.program import ancestors, has_tensor, where
-from dta_compile.passes.symbols import expression, sizes
+from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
 
 aten = torch.ops.aten
@@ -246,8 +247,8 @@ class Tables(Distances):
             return call(self.graph, aten.index.Tensor, node, [None] * dim + [by_depth(rows, self.weights)])
         if node.target is aten.slice.Tensor and argument(node, 1, "dim") % len(labels) == dim:
             start, length = argument(node, 2, "start") or 0, call(self.graph, aten.sym_size.int, node, dim)
-            first = expression(start.meta["val"] if isinstance(start, fx.Node) else start)
-            if argument(node, 4, "step") not in (None, 1) or not first.is_nonnegative:
+            first = start.meta["val"] if isinstance(start, fx.Node) else start
+            if argument(node, 4, "step") not in (None, 1) or not statically_known_true(first >= 0):
                 return None
             rows = call(self.graph, aten.remainder.Scalar, rows, length)
             return self._at_rows(node.args[0], labels, call(self.graph, aten.add.Scalar, rows, start))

@@ -7,9 +7,9 @@ on the runtime's path stack, which holds the keys and values of the tokens befor
 A *sink* is, for each head, the score of an additional key in the softmax, whose value is zero. A *choice* is, for each
 query, the keys that it reads of those that it may read (`chosen_keys`). A *bias by distance* `[B, H, S, n]` has, for
 each head and query, what is added to the score of the key `d` tokens before it: entry `min(d, n - 1)`. A *table by
-distance* `[B, H, S, 1]` has, for each head, what is added to the score of every key that is `d` tokens before its query:
-the entry of the token with `d` tokens of its sequence before it. On the path it is a state, like keys, so that a query
-finds the entries of all its distances, and gradients for them, at the tokens above it.
+distance* `[B, H, S, 1]` has, for each head, what is added to the score of every key `d` tokens before its query: the
+entry of the token with `d` tokens of its sequence before it. On the path it is a state, like keys: a query finds the
+entries of all its distances, and gradients for them, at the tokens above it.
 """
 
 from __future__ import annotations

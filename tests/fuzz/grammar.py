@@ -104,14 +104,18 @@ BIASED = [
         _REL,
     ),
     Part(
-        f"{_DISTANCE}bias = self.rate$.exp()[:, None, None] * torch.log1p(d.abs())\ny = biased(-bias)(q, k, v, SEEN_BY)",
+        f"{_DISTANCE}bias = -self.rate$.exp()[:, None, None] * torch.log1p(d.abs())\n"
+        "y = biased(bias)(q, k, v, SEEN_BY)",
         "self.rate$ = nn.Parameter(torch.linspace(-1, 1, H))",
     ),
     Part(
         f"{_DISTANCE}y = biased(self.rel$(d[..., None] / 3.0).movedim(-1, 0))(q, k, v, SEEN_BY)",
         "self.rel$ = nn.Sequential(nn.Linear(1, 5), nn.Tanh(), nn.Linear(5, H))",
     ),
-    Part(f"{_DISTANCE}y = biased(self.rel$[:, :S][:, d.abs()])(q, k, v, SEEN_BY)", "self.rel$ = nn.Parameter(torch.randn(H, LONGEST))"),
+    Part(
+        f"{_DISTANCE}y = biased(self.rel$[:, :S][:, d.abs()])(q, k, v, SEEN_BY)",
+        "self.rel$ = nn.Parameter(torch.randn(H, LONGEST))",
+    ),
     Part(f"{_DISTANCE}y = biased(-0.1 * d * d)(q, k, v, SEEN_BY)"),
     Part(
         "y = biased(self.alibi$[:, :S, :S])(q, k, v, SEEN_BY)",

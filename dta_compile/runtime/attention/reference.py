@@ -58,7 +58,9 @@ class Reference:
         of_key, of_value = (sum_groups(one, self._groups(x)) for one in (of_key, of_value))
         prefix_key_grad += of_key[:, :, :prefix]
         prefix_value_grad += of_value[:, :, :prefix]
-        biases = [] if x.bias is None else [torch.cat(of_bias, 2) if x.bias.shape[2] > 1 else sum(of_bias[1:], of_bias[0])]
+        biases = (
+            [] if x.bias is None else [torch.cat(of_bias, 2) if x.bias.shape[2] > 1 else sum(of_bias[1:], of_bias[0])]
+        )
         return torch.cat(grads, 2), of_key[:, :, prefix:], of_value[:, :, prefix:], *biases
 
     def _groups(self, x: Operands) -> int:

@@ -23,7 +23,7 @@ OF_MASK = 2.0**-7  # rounding of the mask, which may have been in bfloat16
 
 
 def require_hidden(layers: Sequence[MixerLayer], fillers: Mapping[int, float], norms: torch.Tensor) -> None:
-    """Raise `RefusalError` unless the fillers of layers hide keys, given norms `[layers, 3]` of queries, keys and tables."""
+    """Raise `RefusalError` unless fillers hide keys, given norms `[layers, 3]` of queries, keys and tables."""
     for number, (of_queries, of_keys, of_tables) in zip(fillers, norms[list(fillers)].tolist(), strict=True):
         layer, filler = layers[number], fillers[number]
         assert isinstance(layer, AttentionLayer)

@@ -246,7 +246,7 @@ class _Choice:
             raise Mismatch("a choice for each head, or over other dimensions than sequences, queries and keys")
         if attention.kv_heads not in ([], heads):
             raise Mismatch("index keys that several heads share")
-        rewrite = Rewrite(arranger, attention, self.topk, weights)
+        rewrite = Rewrite(arranger, attention, self.topk, weights, {})
         query, scale = rewrite._scaled_query()
         keys = arranger.arrange(attention.keys, [batch, attention.kv_heads, [last], leaves(scores.depth)])
         dims = [batch, heads, [token], list[Any]()]

@@ -3,8 +3,8 @@
 Keys and values that are repeated for groups of heads are passed without the repetition. A bias by head and key alone,
 such as ALiBi in BLOOM and MPT, becomes one more feature of the keys, whose feature of the query is one. A bias by the
 distance of query and key (`distances`) becomes two features, the first ones of the dot product: `[-slope * q, slope]`
-of the query and `[1, k]` of the key, whose sum is as small as the bias and rounds like it. Others (`profiles`, `tables`)
-become an operand of their own. Nodes that only move entries
+of the query and `[1, k]` of the key, whose sum is as small as the bias and rounds like it. Others (`profiles`,
+`tables`) become an operand of their own. Nodes that only move entries
 of the old result are rebuilt on the new one, so that no value merges sequences and heads.
 """
 

@@ -17,32 +17,22 @@ import sympy
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils._sympy.functions import FloorDiv
 
 from dta_compile.ops.distances import BY_DEPTH, ENTRIES_BY_DISTANCE, HIDDEN_PAIRS
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.axes.shape_rules import Labels, labelled_source, labels_in, reshape_groups
-from dta_compile.passes.graphs.nodes import call, filled_with, is_float, is_pointwise
-from dta_compile.passes.graphs.operators import (
-    CASTS,
-    MASKED_FILLS,
-    MATRIX_PRODUCTS,
-    RANGES,
-    RESHAPES,
-    SQUEEZES,
-    SUMS,
-    UNTAGGED_POINTWISE,
-)
+from dta_compile.passes.axes.shape_rules import Labels, labels_in
+from dta_compile.passes.graphs.nodes import call, filled_with, is_float
+from dta_compile.passes.graphs.operators import MASKED_FILLS, RANGES, RESHAPES, SUMS
 from dta_compile.passes.lowering.attention.distances import Affine, Distances, Slope, hides
 from dta_compile.passes.lowering.attention.factors import number_of
-from dta_compile.passes.program import ancestors, has_tensor, where
+from dta_compile.passes.lowering.attention.pair_entries import Operands, operands_of, over
+from dta_compile.passes.program import ancestors, where
 from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
 
 aten = torch.ops.aten
 
 Known = dict[tuple[fx.Node, Labels], fx.Node]
-Operands = list[tuple[fx.Node, Labels]]
 
 
 def by_depth(node: fx.Node, weights: Collection[fx.Node]) -> fx.Node:
@@ -92,7 +82,11 @@ class Tables(Distances):
         if not self._is_of_distance(node, labels):
             return None
         tested = self.tested & ancestors([node])
-        if tested and not self._learned(node) and (any(map(is_float, tested)) or not self._differs_by_head(node, labels)):
+        if (
+            tested
+            and not self._learned(node)
+            and (any(map(is_float, tested)) or not self._differs_by_head(node, labels))
+        ):
             return None  # it may hide keys, too: see `split`
         return self._of_key_0(node, labels)
 
@@ -141,12 +135,12 @@ class Tables(Distances):
     def _proof(self, node: fx.Node, labels: Labels) -> bool:
         if any(label is None and not size.is_number for label, size in zip(labels, sizes(node), strict=True)):
             return False
-        if not _over(labels):
+        if not over(labels):
             return True
         affine = self._affine(node, labels) if set(labels) <= {"q", "k", None} else None
         if affine is not None and affine[0] + affine[1] == 0:
             return True
-        operands = self._operands(node, labels)
+        operands = operands_of(node, labels)
         if operands and all(self._is_of_distance(*operand) for operand in operands):
             return True
         if (picked := self._picked(node, labels)) is not None:
@@ -162,57 +156,6 @@ class Tables(Distances):
         is_alike = all(label or size.is_number for label, size in zip(labels, sizes(node), strict=True))
         return is_alike and labels.count("q") == labels.count("k") == 1 and not self._learned(node)
 
-    def _operands(self, node: fx.Node, labels: Labels) -> Operands | None:
-        """Return the operands whose entries at a query and key an operator computes its own of; None for others."""
-        if node.op != "call_function" or not node.args:
-            return None
-        source = node.args[0]
-        if node.target in CASTS:
-            return [(source, labels)]
-        if (moved := labelled_source(node, labels) or _regrouped(node, labels)) is not None:
-            return [moved]
-        if node.target in MATRIX_PRODUCTS:
-            *added, left, right = node.args
-            of_left, of_right = (*labels[:-1], None), (*labels[:-2], None, labels[-1])
-            return [*((one, labels_in(one, labels)) for one in added), (left, of_left), (right, of_right)]
-        if node.target in (aten.sum.dim_IntList, aten.mean.dim):
-            dims = {dim % len(sizes(source)) for dim in node.args[1] or ()}
-            left = iter(labels)
-            kept = [None if dim in dims and not argument(node, 2, "keepdim") else next(left) for dim in range(len(sizes(source)))]
-            return [(source, tuple(kept))] if dims and not any(kept[dim] for dim in dims) else None
-        if node.target is aten.cat.default and labels[argument(node, 1, "dim") or 0] is None:
-            return [(part, labels) for part in source]
-        if is_pointwise(node) or node.target in UNTAGGED_POINTWISE:
-            tensors = [arg for arg in node.all_input_nodes if has_tensor(arg)]
-            return [(arg, labels_in(arg, labels)) for arg in tensors]
-        if node.target is aten.embedding.default and labels[-1] is None:
-            return [(source, (None, None)), (node.args[1], labels[:-1])]
-        if node.target is aten.index.Tensor:
-            return self._indexed(node, labels)
-        if node.target in SQUEEZES and len(node.args) > 1:
-            dims = [node.args[1]] if isinstance(node.args[1], int) else node.args[1]
-            removed = {dim % len(sizes(source)) for dim in dims if sizes(source)[dim] == 1}
-            left = iter(labels)
-            return [(source, tuple(None if dim in removed else next(left) for dim in range(len(sizes(source)))))]
-        if node.target is aten.select.int:
-            dim = node.args[1] % len(sizes(source))
-            return [(source, (*labels[:dim], None, *labels[dim:]))]
-        if node.target is aten.slice.Tensor and labels[argument(node, 1, "dim") or 0] is None:
-            return [(source, labels)]
-        return None
-
-    def _indexed(self, node: fx.Node, labels: Labels) -> Operands | None:
-        """Return the operands of `x[..., index]`, if neither depends on the index that the other one does."""
-        source, indices = node.args[:2]
-        picks = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-        if any(index.meta["val"].dtype in (torch.bool, torch.uint8) for _, index in picks):
-            return None
-        first, last, rank = picks[0][0], picks[-1][0], max(len(sizes(index)) for _, index in picks)
-        if last - first + 1 != len(picks) or any(labels[:first] + labels[first + rank :]):
-            return None
-        picked = labels[first : first + rank]
-        return [(source, (None,) * len(sizes(source))), *((index, labels_in(index, picked)) for _, index in picks)]
-
     def _picked(self, node: fx.Node, labels: Labels) -> fx.Node | None:
         """Build the entries of key 0 of rows that are picked from a value by distance; None if they are none.
 
@@ -227,7 +170,7 @@ class Tables(Distances):
             return None
         (dim, index), *others = [(dim, index) for dim, index in enumerate(indices) if index is not None]
         own = labels[dim : dim + len(sizes(index))]
-        if others or own not in (("q", "k"), ("k", "q"), ("qk",), ("kq",)) or _over(labels) != _over(own):
+        if others or own not in (("q", "k"), ("k", "q"), ("qk",), ("kq",)) or over(labels) != over(own):
             return None
         if index.meta["val"].dtype is not torch.int64 or not self._is_of_distance(index, own):
             return None
@@ -252,21 +195,21 @@ class Tables(Distances):
                 return None
             rows = call(self.graph, aten.remainder.Scalar, rows, length)
             return self._at_rows(node.args[0], labels, call(self.graph, aten.add.Scalar, rows, start))
-        if (operands := self._operands(node, labels)) is None:
+        if (operands := operands_of(node, labels)) is None:
             return None
         values = {arg: self._at_rows(arg, own, rows) for arg, own in operands}
         return None if None in values.values() else self._again(node, labels, values)
 
     def _of_key_0(self, node: fx.Node, labels: Labels) -> fx.Node:
         """Build the entries of key 0 of a value, with a key dimension of size one."""
-        if "k" not in _over(labels):
+        if "k" not in over(labels):
             return node
         if (node, labels) not in self.known:
             self.known[node, labels] = self._built(node, labels)
         return self.known[node, labels]
 
     def _built(self, node: fx.Node, labels: Labels) -> fx.Node:
-        number, operands = filled_with(node), self._operands(node, labels)
+        number, operands = filled_with(node), operands_of(node, labels)
         if isinstance(number, (bool, int, float)):
             value, shape = node.meta["val"], list(sizes(node))
             for dim, (label, size) in enumerate(zip(labels, sizes(node), strict=True)):
@@ -289,47 +232,17 @@ class Tables(Distances):
     def _again(
         self, node: fx.Node, labels: Labels, values: dict[fx.Node, fx.Node], operands: Operands | None = None
     ) -> fx.Node:
-        """Build a call like a node over the entries of key 0, `values` by operand, which are marked beside parameters."""
+        """Build a call like a node over the entries of key 0, `values`; data are marked where parameters are added."""
         if operands is not None and self._learned(node):
-            of_tokens = {arg for arg, own in operands if "q" in _over(own)}
-            values = {arg: by_depth(value, self.weights) if arg in of_tokens else value for arg, value in values.items()}
+            of_tokens = {arg for arg, own in operands if "q" in over(own)}
+            values = {
+                arg: by_depth(value, self.weights) if arg in of_tokens else value for arg, value in values.items()
+            }
         args = fx.node.map_arg(node.args, lambda arg: values.get(arg, arg))
         if node.target in RESHAPES | {aten.expand.default}:
             shapes = zip(labels, node.args[1], sizes(node), strict=True)
             args = args[0], [_size(label, argument, size) for label, argument, size in shapes]
         return call(self.graph, node.target, *args, **node.kwargs)
-
-
-def _over(labels: Labels) -> str:
-    """Return which of queries and keys some dimensions run over; one may run over pairs of both, "qk" or "kq"."""
-    return "".join(label for label in labels if label)
-
-
-def _regrouped(node: fx.Node, labels: Labels) -> tuple[fx.Node, Labels] | None:
-    """Return the operand of a reshape that merges queries with keys or takes them apart, and its labels."""
-    if node.target not in RESHAPES:
-        return None
-    source = node.args[0]
-    before, after = (tuple(map(_divided, sizes(one))) for one in (source, node))
-    own: list[str | None] = [None] * len(before)
-    for group_in, group_out in reshape_groups(before, after):
-        ins, found = [i for i in group_in if before[i] != 1], _over(tuple(labels[j] for j in group_out))
-        if not found:
-            continue
-        outs = [j for j in group_out if after[j] != 1]
-        if len(ins) == 1 and all(labels[j] for j in outs):
-            own[ins[0]] = found
-        elif len(ins) == len(found) == 2 and len(outs) == 1 and before[ins[0]] == before[ins[1]]:
-            own[ins[0]], own[ins[1]] = found
-        else:
-            return None
-    return source, tuple(own)
-
-
-def _divided(size: sympy.Expr) -> sympy.Expr:
-    """Return a size whose quotients by factors are carried out: a view of `[S * S]` as `[S, -1]` has `S**2 // S`."""
-    quotients = {part: sympy.cancel(part.args[0] / part.args[1]) for part in size.atoms(FloorDiv)}
-    return size.subs({part: exact for part, exact in quotients.items() if exact.as_numer_denom()[1] == 1})
 
 
 def _size(label: str | None, argument: Any, size: sympy.Expr) -> Any:

@@ -50,6 +50,7 @@ class ChunkInput:
         is_input: whether it is an unchanged input of the call.
         indexes: if it is an index to be checked against bounds: the number of entries, the user's name of the index,
             and the source line; otherwise None.
+        by_depth: whether a token reads the entry of its number in its sequence, not of its column; see `ops.distances`.
     """
 
     slot: int
@@ -58,6 +59,7 @@ class ChunkInput:
     source: str
     is_input: bool
     indexes: tuple[int, str, str] | None = None
+    by_depth: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

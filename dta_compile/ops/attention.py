@@ -6,7 +6,10 @@ on the runtime's path stack, which holds the keys and values of the tokens befor
 
 A *sink* is, for each head, the score of an additional key in the softmax, whose value is zero. A *choice* is, for each
 query, the keys that it reads of those that it may read (`chosen_keys`). A *bias by distance* `[B, H, S, n]` has, for
-each head and query, what is added to the score of the key `d` tokens before it: entry `min(d, n - 1)`.
+each head and query, what is added to the score of the key `d` tokens before it: entry `min(d, n - 1)`. A *table by
+distance* `[B, H, S, 1]` has, for each head, what is added to the score of every key `d` tokens before its query: the
+entry of the token with `d` tokens of its sequence before it. On the path it is a state, like keys: a query finds the
+entries of all its distances, and gradients for them, at the tokens above it.
 """
 
 from __future__ import annotations
@@ -63,11 +66,15 @@ LIBRARY.define(
 DENSE_ATTENTION_BACKWARD = torch.ops.dta.dense_attention_backward.default
 
 
-def _mixer(prefix: str, name: str, with_sinks: bool = False, with_choice: bool = False, biased: bool = False) -> Mixer:
-    """Define the three operators of a kind of attention, and register them as a mixer."""
-    further = [*["sinks"] * with_sinks, *["choice"] * with_choice, *["bias"] * biased]
-    operands = ", ".join([OPERANDS, *(f"Tensor {operand}" for operand in further)])
-    grads, results = ", ".join(["Tensor"] * (3 + with_sinks + biased)), "Tensor out, Tensor logsumexp"
+SINKS, CHOICE = Operand("sinks", "sinks", has_tokens=False), Operand("choice", "choices of keys")
+BIAS, TABLE = Operand("bias", "biases by distance"), Operand("table", "tables by distance", True)
+
+
+def _mixer(prefix: str, name: str, *further: Operand) -> Mixer:
+    """Define the three operators of a kind of attention with these operands, and register them as a mixer."""
+    operands = ", ".join([OPERANDS, *(f"Tensor {operand.name}" for operand in further)])
+    with_gradient = 3 + len(further) - further.count(CHOICE)
+    grads, results = ", ".join(["Tensor"] * with_gradient), "Tensor out, Tensor logsumexp"
     attention = f"{prefix}attention"
     LIBRARY.define(f"{attention}_call({operands}, {MASKING}) -> Tensor")
     LIBRARY.define(f"{attention}(int layer, {operands}, {SCORING}) -> (Tensor, Tensor)")
@@ -86,9 +93,7 @@ def _mixer(prefix: str, name: str, with_sinks: bool = False, with_choice: bool =
                 Operand("query", "queries"),
                 Operand("key", "keys", True),
                 Operand("value", "values", True),
-                *[Operand("sinks", "sinks", has_tokens=False)] * with_sinks,
-                *[Operand("choice", "choices of keys")] * with_choice,
-                *[Operand("bias", "biases by distance")] * biased,
+                *further,
             ),
             dims=(BATCH, "heads", TOKENS, "head_dim"),
             constants=(count + 4, count + 5),  # scale and soft cap
@@ -97,16 +102,19 @@ def _mixer(prefix: str, name: str, with_sinks: bool = False, with_choice: bool =
 
 
 ATTENTION_MIXER = _mixer("", "attention")
-SINK_ATTENTION_MIXER = _mixer("sink_", "attention with sinks", with_sinks=True)
-BIASED_ATTENTION_MIXER = _mixer("biased_", "attention with a bias by distance", biased=True)
+SINK_ATTENTION_MIXER = _mixer("sink_", "attention with sinks", SINKS)
+BIASED_ATTENTION_MIXER = _mixer("biased_", "attention with a bias by distance", BIAS)
+TABLED_ATTENTION_MIXER = _mixer("tabled_", "attention with a table by distance", TABLE)
+BY_DISTANCE = (BIASED_ATTENTION_MIXER, TABLED_ATTENTION_MIXER)
 # By kind of attention, the same over chosen keys.
 OVER_CHOSEN = {
-    ATTENTION_MIXER: _mixer("chosen_", "attention over chosen keys", with_choice=True),
-    SINK_ATTENTION_MIXER: _mixer("chosen_sink_", "attention with sinks over chosen keys", True, True),
+    ATTENTION_MIXER: _mixer("chosen_", "attention over chosen keys", CHOICE),
+    SINK_ATTENTION_MIXER: _mixer("chosen_sink_", "attention with sinks over chosen keys", SINKS, CHOICE),
 }
-ATTENTION_MIXERS = (ATTENTION_MIXER, SINK_ATTENTION_MIXER, BIASED_ATTENTION_MIXER, *OVER_CHOSEN.values())
+ATTENTION_MIXERS = (ATTENTION_MIXER, SINK_ATTENTION_MIXER, *BY_DISTANCE, *OVER_CHOSEN.values())
 ATTENTION_CALL, ATTENTION, ATTENTION_BACKWARD = ATTENTION_MIXER.call, ATTENTION_MIXER.chunk, ATTENTION_MIXER.backward
-SINK_ATTENTION_CALL, BIASED_ATTENTION_CALL = SINK_ATTENTION_MIXER.call, BIASED_ATTENTION_MIXER.call
+SINK_ATTENTION_CALL = SINK_ATTENTION_MIXER.call
+BIASED_ATTENTION_CALL, TABLED_ATTENTION_CALL = BIASED_ATTENTION_MIXER.call, TABLED_ATTENTION_MIXER.call
 
 
 # Over a batch
@@ -166,9 +174,9 @@ def _chunk_fake(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch
 
 def _implement(mixer: Mixer) -> None:
     """Implement the operators of a kind of attention."""
-    operands, sinks = len(mixer.operands), [i for i, one in enumerate(mixer.operands) if one.name == "sinks"]
-    biases = [i for i, one in enumerate(mixer.operands) if one.name == "bias"]
-    without_gradient = [None] * sum(one.name == "choice" for one in mixer.operands)
+    operands, sinks = len(mixer.operands), [i for i, one in enumerate(mixer.operands) if one is SINKS]
+    biases = [i for i, one in enumerate(mixer.operands) if one in (BIAS, TABLE)]
+    without_gradient = [None] * mixer.operands.count(CHOICE)
 
     def run_call(*arguments: Any) -> torch.Tensor:
         states, own_sinks, masking = _attend(mixer, arguments)

@@ -99,7 +99,43 @@ PROJECTIONS = [
         "self.qkv$ = nn.Parameter(torch.randn(3, D, H, D // H) / 3)",
     ),
 ]
+_DISTANCE = "d = torch.arange(S)[:, None] - torch.arange(S)\n"
+_REL = "self.rel$ = nn.Embedding(6, H)"
+_OF_PAIRS = "numbers = torch.arange(LONGEST)\nd = numbers[:, None] - numbers\n"
+BIASED = [
+    Part(f"{_DISTANCE}y = biased(self.rel$(d.clamp(0, 5)).permute(2, 0, 1))(q, k, v, SEEN_BY)", _REL),
+    Part(
+        f"{_DISTANCE}d = -torch.min(-d, torch.zeros_like(d))\n"
+        "far = torch.min(2 + (d.float() / 2).log().mul(2).long(), torch.full_like(d, 5))\n"
+        "bias = F.embedding(torch.where(d < 2, d, far), self.rel$.weight)\n"
+        "y = biased(bias.permute(2, 0, 1).unsqueeze(0))(q, k, v, SEEN_BY)",
+        _REL,
+    ),
+    Part(
+        f"{_DISTANCE}bias = -self.rate$.exp()[:, None, None] * torch.log1p(d.abs())\n"
+        "y = biased(bias)(q, k, v, SEEN_BY)",
+        "self.rate$ = nn.Parameter(torch.linspace(-1, 1, H))",
+    ),
+    Part(
+        f"{_DISTANCE}y = biased(self.rel$(d[..., None] / 3.0).movedim(-1, 0))(q, k, v, SEEN_BY)",
+        "self.rel$ = nn.Sequential(nn.Linear(1, 5), nn.Tanh(), nn.Linear(5, H))",
+    ),
+    Part(
+        f"{_DISTANCE}y = biased(self.rel$[:, :S][:, d.abs()])(q, k, v, SEEN_BY)",
+        "self.rel$ = nn.Parameter(torch.randn(H, LONGEST))",
+    ),
+    Part(f"{_DISTANCE}y = biased(-0.1 * d * d)(q, k, v, SEEN_BY)"),
+    Part(
+        "y = biased(self.alibi$[:, :S, :S])(q, k, v, SEEN_BY)",
+        f'{_OF_PAIRS}self.register_buffer("alibi$", -d.abs() * torch.rand(H, 1, 1))',
+    ),
+    Part(
+        "y = biased(self.rel$.T[:, self.index$[:S, :S]])(q, k, v, SEEN_BY)",
+        f'{_OF_PAIRS}self.register_buffer("index$", d.clamp(-2, 3) + 2)\nself.rel$ = nn.Parameter(torch.randn(6, H))',
+    ),
+]
 ATTENTION = [
+    *BIASED,
     *[Part("y = F.scaled_dot_product_attention(q, k, v, SEEN_BY)")] * 12,
     *[Part("y = F.scaled_dot_product_attention(q, k, v, SEEN_BY, scale=0.3)")] * 2,
     *[Part("y = F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], SEEN_BY, enable_gqa=True)")] * 3,

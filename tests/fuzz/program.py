@@ -107,7 +107,7 @@ class Program:
         parts = self.parts
         code, init = ([_numbered(getattr(p, k), n) for n, p in enumerate(parts)] for k in ("code", "init"))
         if self.mask.function:
-            drawn = r"F\.scaled_dot_product_attention\(|SPELLINGS\[\S+\]\("
+            drawn = r"F\.scaled_dot_product_attention\(|SPELLINGS\[\S+\]\(|biased\(.+?\)\("
             code = [re.sub(drawn, f"{self.mask.function}(", line) for line in code]
         if self.mask.function == "dta_compile.attention":
             code = [line.replace(", enable_gqa=True", "") for line in code]
@@ -182,7 +182,7 @@ from torch import nn
 from torch.nn.attention import flex_attention as flex
 
 import dta_compile
-from tests.support.spellings import SPELLINGS
+from tests.support.spellings import SPELLINGS, biased
 
 flex._validate_device = lambda *_: None  # torch refuses gradients on CPUs, which it computes
 D, H, V, LONGEST = 8, 2, 13, 40

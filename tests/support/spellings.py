@@ -46,7 +46,20 @@ Spelling = Callable[..., Tensor]
 SPELLINGS: dict[str, Spelling] = {}
 
 
-def spelling(function: Callable[[Tensor, Tensor, Tensor, Callable[..., Tensor]], Tensor]) -> Spelling:
+Function = Callable[[Tensor, Tensor, Tensor, Callable[..., Tensor]], Tensor]
+
+
+def biased(bias: Tensor) -> Spelling:
+    """Attention with a bias `[H, S, S]`, which it adds before the mask."""
+    return _spelled(lambda q, k, v, masked: masked(q @ k.mT / math.sqrt(q.shape[-1]) + bias).softmax(-1) @ v)
+
+
+def spelling(function: Function) -> Spelling:
+    SPELLINGS[function.__name__] = spelled = _spelled(function)
+    return spelled
+
+
+def _spelled(function: Function) -> Spelling:
     def spelled(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         if is_causal:
             attn_mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
@@ -67,7 +80,6 @@ def spelling(function: Callable[[Tensor, Tensor, Tensor, Callable[..., Tensor]],
 
         return function(q, k, v, masked)
 
-    SPELLINGS[function.__name__] = spelled
     return spelled
 
 

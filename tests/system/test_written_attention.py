@@ -325,6 +325,95 @@ def test_learned_biases_by_query_and_distance():
     assert "attention with a bias by distance" in str(dta_compile.explain(compiled, shared_ids(5, 9)))
 
 
+class TabledLM(WrittenLM):
+    """The same with a table of buckets, and buffers over pairs of tokens."""
+
+    def __init__(self, *ways):
+        super().__init__(*ways)
+        index = torch.arange(LONGEST)
+        self.buckets, distance = nn.Embedding(8, HEADS).double(), index[:, None] - index
+        self.register_buffer("distance", distance.clamp(-2, 5) + 2)
+        alibi = -distance.double() * torch.tensor([0.5, 0.25, 0.1, 0.0])[:, None, None]
+        self.register_buffer("alibi", alibi.masked_fill(distance < 0, -torch.inf))
+
+
+def by_buckets(model, q, k, v, pairs):  # T5
+    q, k, v = by_heads(q, k, v)
+    later = -torch.min(-steps(q.shape[2]), torch.zeros(1, dtype=torch.long))
+    large = 4 + (torch.log(later.float() / 4) / math.log(20 / 4) * 4).to(torch.long)
+    bucket = torch.where(later < 4, later, torch.min(large, torch.full_like(large, 7)))
+    bias = model.buckets(bucket).permute(2, 0, 1).unsqueeze(0)
+    scores = (q @ k.mT + bias).masked_fill(~pairs, -1e30)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def by_buckets_in_a_window(model, q, k, v, pairs):
+    (q, k, v), distance = by_heads(q, k, v), steps(q.shape[1])
+    bias = model.buckets.weight.T[:, distance.clamp(0, 7)] - 0.01 * distance * distance / len(distance)
+    bias = torch.where((distance >= 0) & (distance < 5), bias, -torch.inf)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias.masked_fill(~pairs, -1e30)).transpose(1, 2)
+
+
+def by_an_index_of_pairs(model, q, k, v, pairs):
+    (q, k, v), tokens = by_heads(q, k, v), q.shape[1]
+    bias = model.buckets(model.distance[:tokens, :tokens]).permute(2, 0, 1)
+    scores = 5 * (q @ k.mT / 5).tanh() + bias * model.scale[:, None, None]
+    return (scores.masked_fill(~pairs, -1e30).softmax(-1) @ v).transpose(1, 2)
+
+
+def by_alibi_of_pairs(model, q, k, v, pairs):  # OLMo's cache
+    (q, k, v), tokens = by_heads(q, k, v), q.shape[1]
+    bias = model.alibi[None, :, -tokens:, -tokens:].masked_fill(~pairs, -1e30)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
+
+
+def by_learned_logarithms(model, q, k, v, pairs):  # KERPLE
+    q, k, v = by_heads(q, k, v)
+    distance = (steps(q.shape[2]) - 1).abs()
+    bias = model.scale[:, None, None] * torch.log1p(model.sinks.exp()[:, None, None] * distance)
+    scores = q @ k.mT - bias + 0.1 * distance.float()
+    return (scores.masked_fill(~pairs, -1e30).softmax(-1) @ v).transpose(1, 2)
+
+
+TABLES = by_buckets, by_buckets_in_a_window, by_an_index_of_pairs, by_alibi_of_pairs, by_learned_logarithms
+
+
+WHOLE = pytest.param({"chunk_size": 100}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("options", [{"memory_budget": 0}, WHOLE])
+def test_tables_by_distance(options):
+    """Also where a row is padded in front: tables count the tokens of a sequence."""
+    model, ids = TabledLM(*TABLES), shared_ids(5, 11)
+    real = torch.ones_like(ids, dtype=torch.bool)
+    ids[2, 4:], real[2, :4], real[1, -2:] = ids[0, :7].clone(), False, False
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="dta", options=OPTIONS | options)
+
+    def step(run):
+        is_pair = real[:, 1:] & real[:, :-1]
+        loss = weighted(torch.where(is_pair, log_probs(run(ids, real), ids), 0))
+        loss.backward()
+        return loss.detach()
+
+    assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
+    assert dta_compile.last_plan(compiled).stats.compression > 1.5
+
+
+@pytest.mark.parametrize("name", ["alibi", "distance"])
+def test_tables_that_are_no_function_of_the_distance(name):
+    model, ids = TabledLM(by_alibi_of_pairs if name == "alibi" else by_an_index_of_pairs), shared_ids(4, 9)
+    real = torch.ones_like(ids, dtype=torch.bool)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="dta", options=OPTIONS)
+    compiled(ids, real)
+    getattr(model, name)[..., 60 if name == "alibi" else 5, 58 if name == "alibi" else 3] += 1
+    with pytest.raises(RefusalError, match="no function of the distance") as error:
+        compiled(ids, real)
+    assert "another entry for query 5 and key 3 than for query 2 and key 0" in str(error.value)
+    assert "by_a" in error.value.where
+
+
 def test_padding_between_tokens_with_a_learned_bias():
     """Distances count it, and there is none in a tree."""
 
@@ -429,19 +518,11 @@ def overflowing(index):
     return ((index[:, None] - index) * 40).double()
 
 
-def rounded(index):
-    return 0.1 * (index[:, None] - index)  # float32, beside scores in float64
-
-
 def beside_a_condition(index):
     return (index[:, None] - index < 3) + -0.5 * (index[:, None] - index).double()
 
 
-def by_length(index):
-    return (index[:, None] - index) / len(index)
-
-
-@pytest.mark.parametrize("distance", [in_8_bits, overflowing, rounded, beside_a_condition, by_length])
+@pytest.mark.parametrize("distance", [in_8_bits, overflowing, beside_a_condition])
 def test_what_is_no_multiple_of_a_distance_is_refused(distance):
     def way(model, q, k, v, pairs):
         q, k, v = by_heads(q, k, v)
@@ -664,19 +745,6 @@ def dropped(model, q, k, v, pairs):
     return (F.dropout(scores.softmax(-1), 0.1) @ v).transpose(1, 2)
 
 
-def by_squared_distance(model, q, k, v, pairs):
-    q, k, v = by_heads(q, k, v)
-    index = torch.arange(q.shape[2])
-    distance = (index[:, None] - index).abs()
-    return (causal(q @ k.mT - torch.arange(1, HEADS + 1)[:, None, None] * distance * distance) @ v).transpose(1, 2)
-
-
-def by_distance_from_another_token(model, q, k, v, pairs):
-    q, k, v = by_heads(q, k, v)
-    index = torch.arange(q.shape[2])
-    return (causal(q @ k.mT - (index[:, None] - index - 2).abs() * 0.1) @ v).transpose(1, 2)
-
-
 def by_distance_beside_sinks(model, q, k, v, pairs):
     q, k, v = by_heads(q, k, v)
     index = torch.arange(q.shape[2])
@@ -684,12 +752,6 @@ def by_distance_beside_sinks(model, q, k, v, pairs):
     scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
     sinks = model.sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
     return (torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v).transpose(1, 2)
-
-
-def by_distance_in_16_bits(model, q, k, v, pairs):
-    q, k, v = by_heads(*(t.bfloat16() for t in (q, k, v)))
-    index = torch.arange(q.shape[2])
-    return (causal(q @ k.mT - 0.1 * (index[:, None] - index)).bfloat16() @ v).transpose(1, 2).double()
 
 
 def with_changed_weights(model, q, k, v, pairs):
@@ -750,10 +812,7 @@ def by_sigmoid(model, q, k, v, pairs):
         (gated_by_another_mask, "values other than 0 and -inf"),
         (over_queries, "other queries than keys"),
         (dropped, "attention dropout cannot run"),
-        (by_squared_distance, "ALiBi"),
-        (by_distance_from_another_token, "values other than 0 and -inf"),
         (by_distance_beside_sinks, "values other than 0 and -inf"),
-        (by_distance_in_16_bits, "a bias by distance in torch.bfloat16"),
         (with_changed_weights, "mul.Tensor of the weights that a softmax gives"),
         (with_scores_that_are_added_later, "capped or masked already"),
         (hidden_at_other_places, "values other than 0 and -inf"),

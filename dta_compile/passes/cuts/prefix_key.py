@@ -11,6 +11,7 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.executable.layouts import Layout
+from dta_compile.ops.distances import BY_DEPTH
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import is_uniform
 from dta_compile.passes.graphs.subgraph import bytes_per_token, cheapest_cut, is_per_token
@@ -43,7 +44,8 @@ def prefix_key(program: Program) -> None:
     program.trunk_inputs = [item for item in inputs if any(user in program.trunk for user in _users(program, item))]
     program.head_inputs = [item for item in inputs if any(user not in program.trunk for user in _users(program, item))]
     program.constant_inputs = _constant_inputs(program, nodes)
-    program.trunk_keys = _keys(program, program.trunk_inputs)
+    # Tokens of a tree row have one depth in common.
+    program.trunk_keys = _keys(program, [item for item in program.trunk_inputs if item.node.target is not BY_DEPTH])
     known = {(key.node, key.layout) for key in program.trunk_keys}
     program.head_keys = [key for key in _keys(program, program.head_inputs) if (key.node, key.layout) not in known]
 

@@ -34,6 +34,7 @@ from dta_compile.executable.executable import (
     Written,
 )
 from dta_compile.ops.collectives import COLLECTIVES
+from dta_compile.ops.distances import BY_DEPTH
 from dta_compile.ops.feature_tables import TABLE_ROWS
 from dta_compile.ops.library import is_random
 from dta_compile.passes.axes.layouts import is_tensor
@@ -128,7 +129,8 @@ def _chunk_input(program: Program, item: LoweredInput, slot: int, indexes: tuple
     node = item.node
     is_input = node.op == "placeholder"
     name = program.inputs[program.placeholders.index(node)].name if is_input else f"{node.name} = {node.target}"
-    return ChunkInput(slot, item.layout, name, node.meta.get("source") or node.name, is_input, indexes)
+    source, by_depth = node.meta.get("source") or node.name, node.target is BY_DEPTH
+    return ChunkInput(slot, item.layout, name, source, is_input, indexes, by_depth)
 
 
 def _frontier_value(value: FrontierValue, slots: Mapping[fx.Node, int]) -> executable.FrontierValue:

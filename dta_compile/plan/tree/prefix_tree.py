@@ -154,6 +154,11 @@ class PrefixTree:
             return np.arange(*ranges[0], dtype=np.int64)
         return np.concatenate([np.zeros(0, np.int64), *(np.arange(*r, dtype=np.int64) for r in ranges)])
 
+    def depths(self) -> IntArray:
+        """Return `[num_rows]` the depth of the token of every row."""
+        sizes = self.stop - self.start
+        return np.arange(self.num_rows) + np.repeat(self.start - self.row, sizes)
+
     def row_at(self, sequence: int, depth: int) -> int:
         """Return the row of the token at `depth` of the path of `sequence`."""
         depths, rows = self._path(sequence)

@@ -35,7 +35,7 @@ class Operands(NamedTuple):
     softcap: float = 0.0  # 0: none; else scaled scores `s` become `softcap * tanh(s / softcap)`
     units: bool = False  # whether a token also reads later ones of its unit, see `ChunkShape.units`
     choice: torch.Tensor | None = None  # `[1, H or 1, c, count]`: blocks of keys chosen for each query; None: all
-    bias: torch.Tensor | None = None  # `[1, Hq, c, n]`: added to scores by distance, see `ops.attention`
+    bias: torch.Tensor | None = None  # `[1, Hq, c or 1, n]`: added to scores by distance, see `ops.attention`
 
     def with_dense_rows(self) -> Operands:
         """Make the features of query, key and value contiguous, as kernels assume."""

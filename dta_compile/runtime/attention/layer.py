@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable
 
+import numpy as np
 import torch
 
 from dta_compile.errors import OptionError
@@ -25,7 +26,7 @@ class AttentionRuntime:
     Attributes:
         limit: attention span; None: a token attends to all above it.
         units: whether a token also attends to later ones of its unit.
-        further: name among `Operands` of the last operand, which is no sinks.
+        further: name of the last operand, which is no sinks: one of `Operands`, or a table by distance.
     """
 
     provider: Provider
@@ -59,7 +60,9 @@ class AttentionRuntime:
         the weight `exp(sink - log-sum-exp)` and the value zero.
         """
         out, logsumexp = results
-        gradients = self.provider.backward(grad, out, logsumexp, self._operands(x), *above_grads)
+        gradients = self.provider.backward(grad, out, logsumexp, self._operands(x), *above_grads[:2])
+        if self.further == "table":
+            gradients = *gradients[:3], _of_table(gradients[3], x, above_grads[2])
         grads: Tensors = tuple(map(by_tokens, gradients))
         for sinks in self._sinks(x):
             share = (sinks.to(logsumexp.dtype)[:, None] - logsumexp).exp()
@@ -70,10 +73,36 @@ class AttentionRuntime:
         return x.operands[3:-1] if self.further else x.operands[3:]
 
     def _operands(self, x: LayerInputs) -> Operands:
-        (query, key, value), (prefix_key, prefix_value), (scale, softcap) = x.operands[:3], x.above, x.constants
-        further = (x.operands[-1] if self.further == name else None for name in ("choice", "bias"))
+        (query, key, value), (prefix_key, prefix_value), (scale, softcap) = x.operands[:3], x.above[:2], x.constants
+        choice, bias = (x.operands[-1] if self.further == name else None for name in ("choice", "bias"))
+        if self.further == "table":
+            bias = _table(x)
         limits = self.limit, softcap, self.units
-        return Operands(query, key, value, prefix_key, prefix_value, x.chunk, x.table, scale, *limits, *further)
+        return Operands(query, key, value, prefix_key, prefix_value, x.chunk, x.table, scale, *limits, choice, bias)
+
+
+def _table(x: LayerInputs) -> torch.Tensor:
+    """Return the biases `[1, Hq, 1, n]` of all distances, by the tokens of the path and of the chunk that have them."""
+    own = x.operands[-1].index_select(2, _tokens_by_depth(x))
+    return torch.cat([x.above[2], own], 2).transpose(2, 3)
+
+
+def _of_table(grad: torch.Tensor, x: LayerInputs, above_grad: torch.Tensor) -> torch.Tensor:
+    """Return the gradient `[1, Hq, c, 1]` of the table at a chunk's tokens, and add that of the tokens above."""
+    start, table = x.chunk.start, x.operands[-1]
+    above_grad += grad[..., :start].transpose(2, 3)
+    of_table = torch.zeros_like(table, dtype=grad.dtype)
+    return of_table.index_copy_(2, _tokens_by_depth(x), grad[..., start:].transpose(2, 3))
+
+
+def _tokens_by_depth(x: LayerInputs) -> torch.Tensor:
+    """Return one token of the chunk at each of its depths: all of them have the same entry of a table by distance."""
+    chunk, device = x.chunk, x.operands[0].device
+    if (_tokens_by_depth, device) not in chunk.derived:
+        _, first = np.unique(chunk.depths, return_index=True)
+        chunk.derived[_tokens_by_depth, device] = torch.from_numpy(first).to(device)
+    tokens: torch.Tensor = chunk.derived[_tokens_by_depth, device]
+    return tokens
 
 
 def provider_of(layer: AttentionLayer, device: torch.device, choice: str) -> Provider:

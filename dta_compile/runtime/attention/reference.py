@@ -52,12 +52,15 @@ class Reference:
             of_key += others[0]
             of_value += others[1]
             if x.bias is not None:
-                own = torch.zeros_like(x.bias[:, :, queries], dtype=of_scores.dtype)
-                of_bias.append(own.scatter_add_(-1, _steps(x, queries, prefix), of_scores).to(x.bias.dtype))
+                own = of_scores.new_zeros((*of_scores.shape[:3], x.bias.shape[3]))
+                own.scatter_add_(-1, _steps(x, queries, prefix), of_scores)
+                of_bias.append(own.to(x.bias.dtype) if x.bias.shape[2] > 1 else own.sum(2, keepdim=True))
         of_key, of_value = (sum_groups(one, self._groups(x)) for one in (of_key, of_value))
         prefix_key_grad += of_key[:, :, :prefix]
         prefix_value_grad += of_value[:, :, :prefix]
-        biases = [torch.cat(of_bias, 2)] if of_bias else []
+        biases = (
+            [] if x.bias is None else [torch.cat(of_bias, 2) if x.bias.shape[2] > 1 else sum(of_bias[1:], of_bias[0])]
+        )
         return torch.cat(grads, 2), of_key[:, :, prefix:], of_value[:, :, prefix:], *biases
 
     def _groups(self, x: Operands) -> int:
@@ -74,9 +77,9 @@ class Reference:
         """Return scores, and their derivative by the query-key products."""
         scores, slope = capped(x.query[:, :, queries].to(key.dtype) @ key.mT, x.scale, x.softcap)
         if x.bias is not None:
-            scores = scores + x.bias[:, :, queries].to(scores.dtype).gather(
-                -1, _steps(x, queries, x.prefix_key.shape[2])
-            )
+            steps = _steps(x, queries, x.prefix_key.shape[2])
+            bias = x.bias[:, :, queries] if x.bias.shape[2] > 1 else x.bias.expand(-1, -1, steps.shape[2], -1)
+            scores = scores + bias.to(scores.dtype).gather(-1, steps)
         return scores.masked_fill(~read, float("-inf")), slope
 
     def _wide(self, x: Operands, prefix: torch.Tensor, own: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 from dta_compile.errors import RuntimeContractError
 from dta_compile.executable.layers import AttentionLayer, MixerLayer, RecurrentLayer
 from dta_compile.executable.masks import MaskProgram
-from dta_compile.ops.attention import BIASED_ATTENTION_MIXER
+from dta_compile.ops.attention import BY_DISTANCE
 from dta_compile.ops.chosen_keys import CHOICE_MIXER
 from dta_compile.proofs.mask_class import BOUND, FORBIDDEN, LONGEST_ROW, MaskClass
 from dta_compile.proofs.pairs import Pairs, UnlikePair, read_pairs, sequences_of
@@ -135,7 +135,7 @@ def read_masks(
             joined = sequences.on_batch(reader.joined_of(with_blocks, sequences), on_host)
     if any(mask_class.window for mask_class in distinct):
         _require_contiguous(on_host, starts, "a sliding window counts padding")
-    if any(layer.mixer is BIASED_ATTENTION_MIXER for layer in layers):
+    if any(layer.mixer in BY_DISTANCE for layer in layers):
         _require_contiguous(on_host, starts, "a learned bias by distance counts padding")
     if reader.recurrent:
         _require_contiguous(on_host, starts, "a recurrence runs over it")

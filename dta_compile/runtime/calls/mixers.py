@@ -12,7 +12,7 @@ import torch
 from dta_compile.errors import RefusalError, RuntimeContractError
 from dta_compile.executable.executable import Executable
 from dta_compile.executable.layers import AttentionLayer, MixerLayer
-from dta_compile.ops.attention import BIASED_ATTENTION_MIXER, OVER_CHOSEN
+from dta_compile.ops.attention import BY_DISTANCE, OVER_CHOSEN
 from dta_compile.ops.chosen_keys import CHOICE_MIXER
 from dta_compile.ops.recurrences.operators import RECURRENCES
 from dta_compile.proofs.mask_class import CERTAIN
@@ -68,7 +68,7 @@ def _biased(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
             expected="causal attention",
             got="a mask with blocks that attend in both directions",
         )
-    return AttentionRuntime(Blockwise(), context.limits[layer.index], further="bias")
+    return AttentionRuntime(Blockwise(), context.limits[layer.index], further=layer.mixer.operands[-1].name)
 
 
 def _choice(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
@@ -94,7 +94,7 @@ Make = Callable[[MixerLayer, LayerContext], AnyRuntime]
 RUNTIMES: dict[str, Make] = {  # by mixer name
     **dict.fromkeys((mixer.name for mixer in OVER_CHOSEN), _attention),
     **dict.fromkeys((mixer.name for mixer in OVER_CHOSEN.values()), _over_chosen),
-    BIASED_ATTENTION_MIXER.name: _biased,
+    **dict.fromkeys((mixer.name for mixer in BY_DISTANCE), _biased),
     CHOICE_MIXER.name: _choice,
     **dict.fromkeys((mixer.name for mixer in RECURRENCES), _recurrence),
 }

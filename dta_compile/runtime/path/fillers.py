@@ -1,6 +1,7 @@
 """Check that finite numbers in attention masks hide keys: the scores of a call bound what a hidden key may weigh.
 
-A score is at most `scale * |query| * |key|` (Cauchy-Schwarz), or the soft cap, in either direction. A key whose score
+A score is at most `scale * |query| * |key|` (Cauchy-Schwarz), or the soft cap, in either direction, and what a table by
+distance adds. A key whose score
 a number replaces, or to whose score it is added, has no weight if it is so far below the largest score of the query
 that its exponential rounds to zero.
 """
@@ -22,12 +23,12 @@ OF_MASK = 2.0**-7  # rounding of the mask, which may have been in bfloat16
 
 
 def require_hidden(layers: Sequence[MixerLayer], fillers: Mapping[int, float], norms: torch.Tensor) -> None:
-    """Raise `RefusalError` unless the fillers of layers hide keys, given norms `[layers, 2]` of queries and keys."""
-    for number, (of_queries, of_keys) in zip(fillers, norms[list(fillers)].tolist(), strict=True):
+    """Raise `RefusalError` unless fillers hide keys, given norms `[layers, 3]` of queries, keys and tables."""
+    for number, (of_queries, of_keys, of_tables) in zip(fillers, norms[list(fillers)].tolist(), strict=True):
         layer, filler = layers[number], fillers[number]
         assert isinstance(layer, AttentionLayer)
         is_bounded = layer.mixer is not BIASED_ATTENTION_MIXER
-        score = min(of_queries * of_keys, layer.softcap or math.inf) if is_bounded else math.inf
+        score = min(of_queries * of_keys, layer.softcap or math.inf) + of_tables if is_bounded else math.inf
         rounding = ROUNDINGS * torch.finfo(layer.dtype).eps * (score - filler) - OF_MASK * filler
         if 2 * score + UNDERFLOW.get(layer.dtype, 104.0) + rounding >= -filler:
             raise RefusalError(

@@ -56,7 +56,7 @@ class PathStack:
         recorded: by layer, the results that `mix` records, unless None; only of layers without a running state.
         results: by layer, results that `mix` returns once instead of running the layer.
         fillers: by layer, the largest finite number that its mask hides keys by, where scores may be as low.
-        norms: `[layers, 2]` largest norms of the scaled queries and of the keys of these layers so far.
+        norms: `[layers, 3]` largest norms of the scaled queries, the keys and the tables of these layers so far.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class PathStack:
         self.token_states = PathStates([layer.states for layer in layers], capacity, device)
         self.states = self.token_states.of_layers
         self.fillers: Mapping[int, float] = {}
-        self.norms = torch.empty(len(layers), 2, dtype=torch.float64, device=device)
+        self.norms = torch.empty(len(layers), 3, dtype=torch.float64, device=device)
         self._latest: tuple[ChunkShape, int, Reach] | None = None
         self.running = {
             number: RunningStates(layer.running, device)
@@ -134,7 +134,8 @@ class PathStack:
     def write(self, layer: int, *states: torch.Tensor) -> None:
         """Copy the states of the chunk's spine onto the path."""
         if layer in self.fillers:
-            self._measure(layer, 1, states[0])
+            for column, state in enumerate(states[::2], 1):  # keys, and tables by distance
+                self._measure(layer, column, state)
         self.states[layer].write(self._reach(), states)
 
     def mix(self, layer: int, *arguments: Any) -> torch.Tensor | Tensors:
@@ -171,7 +172,7 @@ class PathStack:
         return _as_returned(tuple(map(_in_dtype_of, operands, grads)))
 
     def _measure(self, layer: int, column: int, vectors: torch.Tensor, scale: float = 1.0) -> None:
-        """Update `norms` by queries or keys; a token that is not finite is none that a mask could hide."""
+        """Update `norms` by queries, keys or tables; a token that is not finite is none that a mask could hide."""
         norms = torch.linalg.vector_norm(vectors.detach(), dim=-1, dtype=torch.float64).mul_(scale)
         largest = self.norms[layer, column]
         torch.maximum(largest, norms.nan_to_num_(0.0, 0.0, 0.0).amax(), out=largest)

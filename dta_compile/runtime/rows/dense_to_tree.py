@@ -39,8 +39,9 @@ def entry_index(item: ChunkInput, sequences: Integers, columns: Integers, window
 def gathered(
     item: ChunkInput, value: torch.Tensor, rows: BatchRows, positions: Integers, window: tuple[int, int]
 ) -> Gathered:
-    """Return a chunk input with the entry index of the given positions."""
-    index = entry_index(item, *rows.coordinates(positions), window)
+    """Return a chunk input with the entry index of the given positions; inputs by depth are of all rows of the tree."""
+    sequences, columns = rows.coordinates(positions)
+    index = entry_index(item, sequences, rows.tree.depths() if item.by_depth else columns, window)
     return Gathered(entries_first(value, item.layout), upload(index, value.device))
 
 

@@ -237,7 +237,7 @@ class _Choice:
             raise Mismatch("index keys that several heads share")
         if self.blocks.forced is not None and (scores.shift or scores.by):
             raise Mismatch("numbers beside scores that are scaled by several numbers, or shifted")
-        rewrite = Rewrite(arranger, attention, self.topk, weights)
+        rewrite = Rewrite(arranger, attention, self.topk, weights, {})
         query, scale = rewrite._scaled_query()
         keys = arranger.arrange(attention.keys, [batch, attention.kv_heads, [last], leaves(scores.depth)])
         dims = [batch, heads, [token], list[Any]()]

@@ -107,10 +107,10 @@ class Distances:
 
     def _filled(self, node: fx.Node, labels: Labels) -> tuple[fx.Node | None, Slope] | None:
         """Split a bias that is filled where keys are hidden; the rest is filled likewise."""
-        index = 0 if node.target in MASKED_FILLS else next((i for i in (1, 2) if _hides(node.args[3 - i])), 0)
+        index = 0 if node.target in MASKED_FILLS else next((i for i in (1, 2) if hides(node.args[3 - i])), 0)
         filler = node.args[2] if node.target in MASKED_FILLS else node.args[3 - index] if index else None
         source = node.args[index]
-        if filler is None or not _hides(filler) or (parts := self.split(source, labels_in(source, labels))) is None:
+        if filler is None or not hides(filler) or (parts := self.split(source, labels_in(source, labels))) is None:
             return None
         rest, slope = parts
         rest = self._zero(source) if rest is None else rest
@@ -278,7 +278,8 @@ def _varies(arg: Any, labels: Labels) -> set[str | None]:
     return set(labels_in(arg, labels)) - {None}
 
 
-def _hides(filler: Any) -> bool:
+def hides(filler: Any) -> bool:
+    """Return whether a number that replaces scores hides keys."""
     number = number_of(filler)
     return number is not None and number <= FORBIDDEN
 

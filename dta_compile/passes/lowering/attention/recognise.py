@@ -8,8 +8,9 @@ batched products between operators that only move entries, which `factors` undoe
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import fx
@@ -32,6 +33,7 @@ from dta_compile.passes.lowering.attention.profiles import Profiles
 from dta_compile.passes.lowering.attention.rewrite import CHANGES, Attention, Rewrite
 from dta_compile.passes.lowering.attention.scores import FLOORS
 from dta_compile.passes.lowering.attention.softmaxes import spell_softmaxes
+from dta_compile.passes.lowering.attention.tables import Known, Tables
 from dta_compile.passes.program import has_tensor, where
 from dta_compile.passes.symbols import sizes
 
@@ -56,6 +58,8 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
     scores = _Search(descendants(graph, data))
     spell_softmaxes(graph, lambda node: scores.path_to(node) is not None)
     search, arranger, refusal = _Search(descendants(graph, data)), Arranger(graph), None
+    known: Known = {}
+    kinds = Distances, Profiles, functools.partial(Tables, weights=weights, known=known)
     softmaxes = [node for node in graph.nodes if node.target is aten._softmax.default]
     paths = {node: path for node in softmaxes if (path := search.path_to(node)) is not None}
     _spell_out_likes(graph, {node for path in paths.values() for node in path})
@@ -67,7 +71,7 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
         softmax.meta["unrecognised"], refusal = unrecognised, refusal or unrecognised
     for node in list(graph.nodes):
         with graph.inserting_before(node):
-            is_call = node.target is ATTENTION_CALL and (_merges_rows(node) or _is_biased(node))
+            is_call = node.target is ATTENTION_CALL and (_merges_rows(node) or _is_biased(node, kinds))
         if node not in written and not is_call:
             continue
         try:
@@ -76,7 +80,7 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
                     attention = Attention.called(node)
                 else:
                     attention = Attention.written_out(*written[node], node, search.path_to)
-                Rewrite(arranger, attention, node, weights).run()
+                Rewrite(arranger, attention, node, weights, known).run()
                 _copy_stack_trace(node)
         except Mismatch as mismatch:
             if not is_call:
@@ -106,14 +110,14 @@ def _merges_rows(attention: fx.Node) -> bool:
     return False
 
 
-def _is_biased(attention: fx.Node) -> bool:
-    """Return whether the mask of a call has a bias by the distance of query and key, of numbers or a learned one."""
+def _is_biased(attention: fx.Node, kinds: Sequence[Callable[[fx.Graph, torch.dtype], Distances]]) -> bool:
+    """Return whether the mask of a call has a bias by the distance of query and key, of one of these kinds."""
     mask = attention.args[3]
     if mask is None or not is_float(mask) or mask.meta["val"].dim() < 2:
         return False
     labels = (*[None] * (mask.meta["val"].dim() - 2), "q", "k")
     dtype = attention.meta["val"].dtype
-    return any(kind(attention.graph, dtype).split(mask, labels) is not None for kind in (Distances, Profiles))
+    return any(kind(attention.graph, dtype).split(mask, labels) is not None for kind in kinds)
 
 
 def _copy_stack_trace(node: fx.Node) -> None:

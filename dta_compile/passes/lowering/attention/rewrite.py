@@ -3,8 +3,8 @@
 Keys and values that are repeated for groups of heads are passed without the repetition. A bias by head and key alone,
 such as ALiBi in BLOOM and MPT, becomes one more feature of the keys, whose feature of the query is one. A bias by the
 distance of query and key (`distances`) becomes two features, the first ones of the dot product: `[-slope * q, slope]`
-of the query and `[1, k]` of the key, whose sum is as small as the bias and rounds like it. A learned one (`profiles`)
-becomes an operand of its own. Nodes that only move entries
+of the query and `[1, k]` of the key, whose sum is as small as the bias and rounds like it. Others (`profiles`,
+`tables`) become an operand of their own. Nodes that only move entries
 of the old result are rebuilt on the new one, so that no value merges sequences and heads.
 """
 
@@ -13,14 +13,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.ops.attention import ATTENTION_CALL, BIASED_ATTENTION_CALL, SINK_ATTENTION_CALL, Masking
+from dta_compile.ops.attention import (
+    ATTENTION_CALL,
+    BIASED_ATTENTION_CALL,
+    SINK_ATTENTION_CALL,
+    TABLED_ATTENTION_CALL,
+    Masking,
+)
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import call, may_have_gradient
 from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, DROPOUTS, MASKED_FILLS
@@ -39,6 +45,7 @@ from dta_compile.passes.lowering.attention.factors import (
 )
 from dta_compile.passes.lowering.attention.profiles import Profiles
 from dta_compile.passes.lowering.attention.scores import PathTo, Scores, is_added
+from dta_compile.passes.lowering.attention.tables import Known, Tables, by_depth
 from dta_compile.passes.program import ancestors, has_tensor, where
 from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
@@ -210,18 +217,25 @@ class Rewrite:
 
     Args:
         weights: the inputs that are parameters.
+        known: see `Tables`.
     """
 
-    def __init__(self, arranger: Arranger, attention: Attention, node: fx.Node, weights: Collection[fx.Node]) -> None:
+    def __init__(
+        self, arranger: Arranger, attention: Attention, node: fx.Node, weights: Collection[fx.Node], known: Known
+    ) -> None:
         self.arranger, self.attention, self.node, self.weights = arranger, attention, node, set(weights)
+        self.tables = functools.partial(Tables, weights=self.weights, known=known)
         self.call = functools.partial(call, arranger.graph)
         self.rows = {*attention.batch, attention.token}
 
     def run(self) -> None:
         """Insert the call, and replace the uses of the old result."""
         found, scores = self.attention, self.attention.scores
-        biases, slopes = [mask for mask in scores.masks if self._is_of_keys(mask)], self._split(Distances)
-        profiles = self._split(Profiles)
+        biases = [mask for mask in scores.masks if self._is_of_keys(mask)]
+        slopes = self._split(Distances) if self._takes_slopes() else []
+        profiles, tables = self._split(Profiles), self._split(self.tables)
+        if profiles and tables:
+            raise Mismatch("biases by query and distance, and others by the distance alone")
         query, scale = self._scaled_query()
         heads = found.heads if biases or slopes else found.kv_heads
         keys = self.arranger.arrange(found.keys, [found.batch, heads, [found.key], leaves(scores.depth)])
@@ -233,6 +247,8 @@ class Rewrite:
         masking = Masking(self._mask(dtype), found.is_causal, None, 0, scale, scores.cap or 0.0)
         if profiles:
             out = self.call(BIASED_ATTENTION_CALL, *operands, self._profile(profiles), *masking)
+        elif tables:
+            out = self.call(TABLED_ATTENTION_CALL, *operands, self._table(tables), *masking)
         elif scores.sinks is None:
             out = self.call(ATTENTION_CALL, *operands, *masking)
         else:
@@ -316,8 +332,13 @@ class Rewrite:
         """The parameters that values have a gradient for: none through a choice of keys, which is made of integers."""
         return ancestors(list(nodes), stop=lambda node: has_tensor(node) and not may_have_gradient(node)) & self.weights
 
-    def _split(self, kind: type[Distances]) -> list[Arranged | float]:
-        """Return slopes or profiles of biases by the distance of query and key, and leave the rest in the masks.
+    def _takes_slopes(self) -> bool:
+        """Return whether features of queries can hold slopes: they have the digits, and scores no cap."""
+        scores, query = self.attention.scores, self.attention.query.base.meta["val"]
+        return scores.cap is None and query.dtype.itemsize >= 4
+
+    def _split(self, kind: Callable[[fx.Graph, torch.dtype], Distances]) -> list[Arranged | float]:
+        """Return slopes, profiles or tables of biases by the distance of query and key; leave the rest in the masks.
 
         With sinks there are none: a number added to all scores of a query, but not to its sink, changes the softmax.
         """
@@ -349,6 +370,12 @@ class Rewrite:
         distance = [leaf for dim in profile.own for leaf in leaves(dim) if leaf not in rows]
         return self.arranger.arrange(profile, [found.batch, found.heads, [found.token], distance])
 
+    def _table(self, tables: Sequence[Arranged | float]) -> fx.Node:
+        """Return the sum of tables by distance, `[B, H, S, 1]`."""
+        nodes = [self._column(table, self.attention.token) for table in tables if isinstance(table, Arranged)]
+        marked = [by_depth(node, self.weights) for node in nodes]
+        return functools.reduce(functools.partial(self.call, aten.add.Tensor), marked)
+
     def _of_distance(self, ones: fx.Node, slopes: Sequence[Arranged | float]) -> tuple[list[fx.Node], list[fx.Node]]:
         """Return the features `[-slope * q, slope]` of the query and `[1, k]` of the key; `ones` are `[B, H, S, 1]`.
 
@@ -356,8 +383,6 @@ class Rewrite:
         the query.
         """
         found, like = self.attention, ones.meta["val"]
-        if like.dtype.itemsize < 4:
-            raise Mismatch(f"a bias by distance in {like.dtype}, which rounds the numbers of tokens")
         parts = [
             cast(self._column(part, found.token), like.dtype)
             if isinstance(part, Arranged)

@@ -1,0 +1,88 @@
+"""Operators on values by the distance of a query and a key, `q - k`, that lowered graphs contain.
+
+`dta::by_depth` marks a dense value whose entry for a token is that of the number of tokens before it in its sequence,
+whatever its column is. `dta::entries_by_distance` reads the entries of a table over pairs of tokens by their distance,
+once it has tested that they depend on nothing else, and `dta::hidden_pairs` which pairs the table hides.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dta_compile.errors import RefusalError
+from dta_compile.ops.library import LIBRARY
+
+MOST_PAIRS = 2**22  # entries that are compared at a time
+
+LIBRARY.define("by_depth(Tensor value) -> Tensor")
+LIBRARY.define("entries_by_distance(Tensor table, int query, int key, str where) -> Tensor")
+LIBRARY.define("hidden_pairs(Tensor table, int query, int key, float forbidden, float certain) -> Tensor")
+BY_DEPTH = torch.ops.dta.by_depth.default
+ENTRIES_BY_DISTANCE = torch.ops.dta.entries_by_distance.default
+HIDDEN_PAIRS = torch.ops.dta.hidden_pairs.default
+
+
+@torch.library.impl("dta::by_depth", "CompositeExplicitAutograd", lib=LIBRARY)
+def _by_depth(value: torch.Tensor) -> torch.Tensor:
+    return value.clone()
+
+
+@torch.library.register_fake("dta::by_depth", lib=LIBRARY)
+def _by_depth_fake(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(value)
+
+
+@torch.library.impl("dta::entries_by_distance", "CompositeExplicitAutograd", lib=LIBRARY)
+def _entries_by_distance(table: torch.Tensor, query: int, key: int, where: str) -> torch.Tensor:
+    """Return the entries of key 0, whose distance is the number of the query, with a key dimension of size one.
+
+    Args:
+        table: entries of pairs of tokens along the dimensions `query` and `key`, of which those with `key > query` are
+            not looked at.
+
+    Raises:
+        RefusalError: pairs of one distance have different entries.
+    """
+    pairs = table.detach().movedim((query, key), (-2, -1))
+    leading, tokens = pairs.shape[:-2], pairs.shape[-1]
+    numbers = torch.arange(tokens, device=table.device)
+    rows = max(1, MOST_PAIRS // max(leading.numel() * tokens, 1))
+    for queries in numbers.split(rows):
+        distances = queries[:, None] - numbers
+        alike = pairs[..., 0][..., distances.clamp(min=0)]
+        own = pairs[..., queries, :]
+        wrong = (own != alike) & (distances >= 0) & ((own == own) | (alike == alike))  # NaN is like NaN
+        if bool(wrong.any()):
+            query, last = (int(number) for number in wrong.nonzero()[0, -2:])
+            first, distance = int(queries[query]), int(distances[query, last])
+            raise RefusalError(
+                "a bias of attention is no function of the distance of query and key",
+                where=where,
+                expected=f"one entry for all pairs of tokens that are {distance} apart, as a prefix tree needs",
+                got=f"another entry for query {first} and key {last} than for query {distance} and key 0",
+                hint="add biases that depend on the distance alone, or leave them out",
+            )
+    return table.narrow(key, 0, 1).clone()
+
+
+@torch.library.register_fake("dta::entries_by_distance", lib=LIBRARY)
+def _entries_by_distance_fake(table: torch.Tensor, query: int, key: int, where: str) -> torch.Tensor:
+    return table.new_empty([1 if dim == key else size for dim, size in enumerate(table.shape)])
+
+
+@torch.library.impl("dta::hidden_pairs", "CompositeExplicitAutograd", lib=LIBRARY)
+def _hidden_pairs(table: torch.Tensor, query: int, key: int, forbidden: float, certain: float) -> torch.Tensor:
+    """Return a mask `[S, S]` to be added: the largest entry of a pair if it hides the key, else 0.
+
+    Args:
+        forbidden, certain: largest numbers that hide keys after the query, and others, whose biases may be low, too.
+    """
+    pairs = table.detach().movedim((query, key), (-2, -1))
+    largest = pairs.flatten(0, -3).amax(0) if pairs.dim() > 2 else pairs
+    later = torch.ones_like(largest, dtype=torch.bool).triu(1)
+    return largest.masked_fill(largest > torch.where(later, forbidden, certain), 0)
+
+
+@torch.library.register_fake("dta::hidden_pairs", lib=LIBRARY)
+def _hidden_pairs_fake(table: torch.Tensor, query: int, key: int, forbidden: float, certain: float) -> torch.Tensor:
+    return table.new_empty((table.shape[query], table.shape[key]))

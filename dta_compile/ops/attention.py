@@ -7,6 +7,9 @@ on the runtime's path stack, which holds the keys and values of the tokens befor
 A *sink* is, for each head, the score of an additional key in the softmax, whose value is zero. A *choice* is, for each
 query, the keys that it reads of those that it may read (`chosen_keys`). A *bias by distance* `[B, H, S, n]` has, for
 each head and query, what is added to the score of the key `d` tokens before it: entry `min(d, n - 1)`.
+
+With *compressed keys* (DeepSeek-V4) a query also reads, in the same softmax, the compressed keys and values of the last
+tokens of whole windows of `stride` tokens, up to its own token, however far above; those of other tokens are not read.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dta_compile.ops.chosen_keys import MASKING
-from dta_compile.ops.dense_attention import attend, attend_backward
+from dta_compile.ops.chosen_keys import MASKING, are_chosen
+from dta_compile.ops.dense_attention import attend, attend_backward, dense_mask
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.library import LIBRARY
 from dta_compile.ops.mixer import BATCH, TOKENS, Mixer, Operand, register_mixer
@@ -63,15 +66,29 @@ LIBRARY.define(
 DENSE_ATTENTION_BACKWARD = torch.ops.dta.dense_attention_backward.default
 
 
-def _mixer(prefix: str, name: str, with_sinks: bool = False, with_choice: bool = False, biased: bool = False) -> Mixer:
+def _mixer(
+    prefix: str,
+    name: str,
+    with_sinks: bool = False,
+    with_choice: bool = False,
+    biased: bool = False,
+    compressed: bool = False,
+) -> Mixer:
     """Define the three operators of a kind of attention, and register them as a mixer."""
-    further = [*["sinks"] * with_sinks, *["choice"] * with_choice, *["bias"] * biased]
-    operands = ", ".join([OPERANDS, *(f"Tensor {operand}" for operand in further)])
-    grads, results = ", ".join(["Tensor"] * (3 + with_sinks + biased)), "Tensor out, Tensor logsumexp"
-    attention = f"{prefix}attention"
-    LIBRARY.define(f"{attention}_call({operands}, {MASKING}) -> Tensor")
-    LIBRARY.define(f"{attention}(int layer, {operands}, {SCORING}) -> (Tensor, Tensor)")
-    LIBRARY.define(f"{attention}_backward(int layer, Tensor grad, {operands}, {results}, {SCORING}) -> ({grads})")
+    of_windows = [Operand("compressed_key", "compressed keys", True), Operand("compressed_value", "their values", True)]
+    further = [
+        *[Operand("sinks", "sinks", has_tokens=False)] * with_sinks,
+        *of_windows * compressed,
+        *[Operand("choice", "choices of keys")] * with_choice,
+        *[Operand("bias", "biases by distance")] * biased,
+    ]
+    operands = ", ".join([OPERANDS, *(f"Tensor {operand.name}" for operand in further)])
+    grads = ", ".join(["Tensor"] * (3 + len(further) - with_choice))
+    results, stride = "Tensor out, Tensor logsumexp", ", int stride" * compressed
+    attention, scoring = f"{prefix}attention", SCORING + stride
+    LIBRARY.define(f"{attention}_call({operands}, {MASKING}{stride}) -> Tensor")
+    LIBRARY.define(f"{attention}(int layer, {operands}, {scoring}) -> (Tensor, Tensor)")
+    LIBRARY.define(f"{attention}_backward(int layer, Tensor grad, {operands}, {results}, {scoring}) -> ({grads})")
     call, chunk, backward = (getattr(torch.ops.dta, attention + part) for part in ("_call", "", "_backward"))
     sdpa = () if further else (F.scaled_dot_product_attention,)
     count = 3 + len(further)
@@ -86,12 +103,10 @@ def _mixer(prefix: str, name: str, with_sinks: bool = False, with_choice: bool =
                 Operand("query", "queries"),
                 Operand("key", "keys", True),
                 Operand("value", "values", True),
-                *[Operand("sinks", "sinks", has_tokens=False)] * with_sinks,
-                *[Operand("choice", "choices of keys")] * with_choice,
-                *[Operand("bias", "biases by distance")] * biased,
+                *further,
             ),
             dims=(BATCH, "heads", TOKENS, "head_dim"),
-            constants=(count + 4, count + 5),  # scale and soft cap
+            constants=(count + 4, count + 5, *[count + 6] * compressed),  # scale, soft cap and stride
         )
     )
 
@@ -104,18 +119,56 @@ OVER_CHOSEN = {
     ATTENTION_MIXER: _mixer("chosen_", "attention over chosen keys", with_choice=True),
     SINK_ATTENTION_MIXER: _mixer("chosen_sink_", "attention with sinks over chosen keys", True, True),
 }
-ATTENTION_MIXERS = (ATTENTION_MIXER, SINK_ATTENTION_MIXER, BIASED_ATTENTION_MIXER, *OVER_CHOSEN.values())
+COMPRESSED_MIXER = _mixer("compressed_", "attention with compressed keys", True, compressed=True)
+CHOSEN_COMPRESSED_MIXER = _mixer("chosen_compressed_", "attention with chosen compressed keys", True, True, False, True)
+WITH_COMPRESSED = (COMPRESSED_MIXER, CHOSEN_COMPRESSED_MIXER)
+ATTENTION_MIXERS = (
+    *(ATTENTION_MIXER, SINK_ATTENTION_MIXER, BIASED_ATTENTION_MIXER),
+    *OVER_CHOSEN.values(),
+    *WITH_COMPRESSED,
+)
 ATTENTION_CALL, ATTENTION, ATTENTION_BACKWARD = ATTENTION_MIXER.call, ATTENTION_MIXER.chunk, ATTENTION_MIXER.backward
 SINK_ATTENTION_CALL, BIASED_ATTENTION_CALL = SINK_ATTENTION_MIXER.call, BIASED_ATTENTION_MIXER.call
+COMPRESSED_CALL, CHOSEN_COMPRESSED_CALL = COMPRESSED_MIXER.call, CHOSEN_COMPRESSED_MIXER.call
 
 
 # Over a batch
 
 
 def _attend(mixer: Mixer, arguments: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, Masking]:
-    """Return query, key and value, the sinks, and the masking of a call."""
-    operands = len(mixer.operands)
-    return arguments[:3], arguments[3] if operands > 3 else None, Masking(*arguments[operands:])
+    """Return query, key and value, the sinks, and the masking of a call; compressed keys follow those of tokens."""
+    operands, masking = len(mixer.operands), Masking.of(mixer, arguments)
+    states, sinks = arguments[:3], arguments[3] if operands > 3 else None
+    if mixer not in WITH_COMPRESSED:
+        return states, sinks, masking
+    query, ends = states[0], _ends(arguments)
+    both = (torch.cat([own, further[:, :, ends]], 2) for own, further in zip(states[1:], arguments[4:6], strict=True))
+    mask = masking.mask
+    if mask is None:
+        mask = dense_mask(query.shape[2], query.device, masking.segments, masking.window)
+    number = torch.arange(query.shape[2], device=query.device)
+    read = (number[ends] <= number[:, None]).expand(len(query), 1, -1, -1)
+    if mixer is CHOSEN_COMPRESSED_MIXER:
+        read = read & are_chosen(arguments[6], query.shape[2])[..., ends]
+    if mask.dtype is not torch.bool:
+        read = torch.where(read, mask.new_zeros(()), float("-inf"))
+    mask = torch.cat([mask.expand(*read.shape[:-1], query.shape[2]), read], -1)
+    return (query, *both), sinks, Masking(mask, False, None, 0, masking.scale, masking.softcap)
+
+
+def _ends(arguments: tuple[Any, ...]) -> slice:
+    """Return the last tokens of whole windows."""
+    return slice(arguments[-1] - 1, None, arguments[-1])
+
+
+def _to_compressed(grads: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the gradients of the operands, given those of the states of `_attend` and of the sinks."""
+    of_query, of_key, of_value, of_sinks = grads
+    tokens = of_query.shape[2]
+    of_compressed = [like.new_zeros(like.shape) for like in arguments[4:6]]
+    for zeros, grad in zip(of_compressed, (of_key, of_value), strict=True):
+        zeros[:, :, _ends(arguments)] = grad[:, :, tokens:]
+    return (of_query, of_key[:, :, :tokens], of_value[:, :, :tokens], of_sinks, *of_compressed)
 
 
 LIBRARY.impl("dense_attention_backward", attend_backward, "CompositeExplicitAutograd")
@@ -166,8 +219,7 @@ def _chunk_fake(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch
 
 def _implement(mixer: Mixer) -> None:
     """Implement the operators of a kind of attention."""
-    operands, sinks = len(mixer.operands), [i for i, one in enumerate(mixer.operands) if one.name == "sinks"]
-    biases = [i for i, one in enumerate(mixer.operands) if one.name == "bias"]
+    operands, passes_make_it = len(mixer.operands), mixer in (BIASED_ATTENTION_MIXER, *OVER_CHOSEN.values())
     without_gradient = [None] * sum(one.name == "choice" for one in mixer.operands)
 
     def run_call(*arguments: Any) -> torch.Tensor:
@@ -180,13 +232,15 @@ def _implement(mixer: Mixer) -> None:
 
     def call_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         pairs = zip(ctx.saved_tensors, ctx.numbers, strict=True)
-        states, own_sinks, masking = _attend(mixer, tuple(n if tensor is None else tensor for tensor, n in pairs))
+        arguments = tuple(n if tensor is None else tensor for tensor, n in pairs)
+        states, own_sinks, masking = _attend(mixer, arguments)
         grads = DENSE_ATTENTION_BACKWARD(grad, *states, own_sinks, *masking)
-        return (*grads[: 3 + len(sinks)], *[None] * len(masking))
+        grads = _to_compressed(grads, arguments) if mixer in WITH_COMPRESSED else grads[:operands]
+        return (*grads, *[None] * (len(arguments) - len(grads)))
 
     def backward_fake(layer: int, grad: torch.Tensor, *arguments: Any) -> Any:
-        by_token = map(empty_by_tokens, (*arguments[:3], *(arguments[i] for i in biases)))
-        return (*by_token, *(torch.empty_like(arguments[i]) for i in sinks))
+        with_gradient = zip(mixer.operands[: operands - len(without_gradient)], arguments, strict=False)
+        return tuple((empty_by_tokens if one.has_tokens else torch.empty_like)(value) for one, value in with_gradient)
 
     def save_chunk(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
         ctx.layer, ctx.constants = inputs[0], inputs[1 + operands :]
@@ -202,7 +256,7 @@ def _implement(mixer: Mixer) -> None:
         operator._schema.name for operator in (mixer.call, mixer.chunk, mixer.backward) if operator is not None
     )
     torch.library.register_fake(call, _call_fake, lib=LIBRARY)
-    if not without_gradient and not biases:  # passes make the calls of these, and none runs over a batch
+    if not passes_make_it:  # else none runs over a batch
         LIBRARY.impl(call, run_call, "CompositeExplicitAutograd")
         torch.library.register_autograd(call, call_backward, setup_context=save_call, lib=LIBRARY)
     torch.library.register_fake(chunk, _chunk_fake, lib=LIBRARY)

@@ -7,6 +7,8 @@ for a query, which attends only to the `count` keys with the highest scores. Att
 Equal scores are common, since a product of zero for all heads gives a score of zero, and torch does not say which of
 them `topk` returns. So a chunk calls `topk` on the row that it would be called on without a tree, as wide as the batch,
 which returns the same. A near tie may be decided otherwise, as in eager mode with another batch size.
+
+With a `stride` above one, the keys to choose from are those of the last tokens of whole windows of so many tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ NONE = -1  # in a choice of fewer than `count` keys
 
 OPERANDS = "Tensor query, Tensor weights, Tensor key"
 MASKING = "Tensor? mask, bool is_causal, Tensor? segments, int window, float scale, float softcap"
-LIBRARY.define(f"choose_keys_call({OPERANDS}, {MASKING}, int count) -> Tensor")
-LIBRARY.define(f"choose_keys(int layer, {OPERANDS}, float scale, int count) -> Tensor")
+LIBRARY.define(f"choose_keys_call({OPERANDS}, {MASKING}, int count, int stride) -> Tensor")
+LIBRARY.define(f"choose_keys(int layer, {OPERANDS}, float scale, int count, int stride) -> Tensor")
 LIBRARY.define("chosen(Tensor choice) -> Tensor")
 CHOOSE_KEYS_CALL = torch.ops.dta.choose_keys_call.default
 CHOOSE_KEYS = torch.ops.dta.choose_keys.default
@@ -43,7 +45,7 @@ CHOICE_MIXER = register_mixer(
             Operand("key", "index keys", is_state=True),
         ),
         dims=(BATCH, "heads", TOKENS, "head_dim"),
-        constants=(7, 9),  # scale and count
+        constants=(7, 9, 10),  # scale, count and stride
     )
 )
 
@@ -69,14 +71,26 @@ def _choice_fake(query: torch.Tensor, count: int) -> torch.Tensor:
     return query.new_empty((query.shape[0], 1, query.shape[2], count), dtype=torch.int64)
 
 
+@torch.library.impl("dta::choose_keys_call", "CompositeExplicitAutograd", lib=LIBRARY)
+def _call(query: torch.Tensor, weights: torch.Tensor, key: torch.Tensor, *others: Any) -> torch.Tensor:
+    """Choose keys over a batch, for calls without a mask: padding after a sequence is not read by its tokens."""
+    *_, scale, _, count, stride = others
+    scores = index_scores(query, weights, key[:, :, stride - 1 :: stride], scale)
+    entries = torch.arange(scores.shape[-1], device=query.device)
+    complete = (torch.arange(query.shape[2], device=query.device)[:, None] + 1) // stride
+    scores = scores.masked_fill(entries >= complete, float("-inf"))
+    choice = scores.topk(min(count, scores.shape[-1])).indices
+    return padded_to(count, (choice * stride + stride - 1).masked_fill(choice >= complete, NONE))[:, None]
+
+
 @torch.library.register_fake("dta::choose_keys_call", lib=LIBRARY)
 def _call_fake(query: torch.Tensor, *others: Any) -> torch.Tensor:
-    return _choice_fake(query, others[-1])
+    return _choice_fake(query, others[-2])
 
 
 @torch.library.register_fake("dta::choose_keys", lib=LIBRARY)
 def _chunk_fake(layer: int, query: torch.Tensor, *others: Any) -> torch.Tensor:
-    return _choice_fake(query, others[-1])
+    return _choice_fake(query, others[-2])
 
 
 @torch.library.register_fake("dta::chosen", lib=LIBRARY)

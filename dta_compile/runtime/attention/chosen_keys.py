@@ -46,18 +46,21 @@ class ChoiceRuntime:
 
     def forward(self, x: LayerInputs) -> Tensors:
         """Return the depths of the keys chosen for each query, `[1, 1, c, count]`."""
-        (query, weights, key), (above,), (scale, count) = x.operands, x.above, x.constants
+        (query, weights, key), (above,), (scale, count, stride) = x.operands, x.above, x.constants
         table, keys = x.table(), torch.cat([above, key], 2)
-        depths = depths_of(table, above.shape[2])
+        depths, width, ends = depths_of(table, above.shape[2]), self.width // stride, slice(None)
+        if stride > 1:
+            ends = ends_of(depths, stride)
+            keys, depths = keys[:, :, ends], depths[ends] // stride
         parts = []
         for queries in blocks(query.shape[1], query.shape[2], keys.shape[2]):
-            may_read = keys_above(table, above.shape[2], self.limit, queries)
+            may_read = keys_above(table, above.shape[2], self.limit, queries)[:, ends]
             scores = index_scores(query[:, :, queries], weights[:, :, queries], keys, scale)[0]
             # One more column takes the scores of keys that are not read, whatever they are.
-            row = scores.new_full((len(scores), self.width + 1), float("-inf"))
-            row = row.scatter_(1, torch.where(may_read, depths, self.width), scores)[:, : self.width]
-            best, choice = row.topk(min(count, self.width))
-            own = table.depths[queries, None]
+            row = scores.new_full((len(scores), width + 1), float("-inf"))
+            row = row.scatter_(1, torch.where(may_read, depths, width), scores)[:, :width]
+            best, choice = row.topk(min(count, width))
+            choice, own = choice * stride + stride - 1, table.depths[queries, None]
             is_read = choice <= own if self.limit is None else (choice <= own) & (choice >= self.limit.first(own))
             choice = choice.masked_fill(~is_read, NONE)
             if not self.from_first:
@@ -84,18 +87,26 @@ class ChoiceRuntime:
             )
 
 
+def ends_of(depths: torch.Tensor, stride: int) -> torch.Tensor:
+    """Return the indices of the last tokens of whole windows of `stride` tokens, given the depths of tokens."""
+    return (depths % stride == stride - 1).nonzero()[:, 0]
+
+
 class Blockwise(Reference):
     """Attention provider for operands that kernels do not take: a choice of keys, or a bias by distance."""
 
     replayable = False
 
     def _blocks(self, x: Operands) -> Iterator[tuple[slice, torch.Tensor]]:
-        table, prefix, tokens = x.table(), x.prefix_key.shape[2], x.key.shape[2]
+        table, prefix, tokens = x.table(), x.chunk.start, x.query.shape[2]
+        depths = depths_of(table, prefix)
         for queries in blocks(x.query.shape[1], tokens, prefix + tokens):
             read = keys_above(table, prefix, x.limit, queries)
             if x.choice is not None:
                 chosen = are_chosen(x.choice[0, 0, queries], x.chunk.height)
-                read = read & chosen.index_select(1, depths_of(table, prefix))
+                read = read & chosen.index_select(1, depths)
+            if x.stride > 1:
+                read = read.index_select(1, ends_of(depths, x.stride))
             yield queries, read
 
 

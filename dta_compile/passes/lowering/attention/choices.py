@@ -257,7 +257,7 @@ class _Choice:
             of_heads = arranger.arrange(self.weights, dims)
         operands = (call(arranger.graph, aten.detach.default, value) for value in (query, of_heads, keys))
         masking = Masking(rewrite._mask(query.meta["val"].dtype), False, None, 0, scale, 0.0)
-        node = call(arranger.graph, CHOOSE_KEYS_CALL, *operands, *masking, self.count)
+        node = call(arranger.graph, CHOOSE_KEYS_CALL, *operands, *masking, self.count, 1)
         for new in (node, *node.all_input_nodes):
             new.meta.setdefault("stack_trace", self.topk.meta.get("stack_trace"))
         return node

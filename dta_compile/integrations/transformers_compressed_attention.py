@@ -56,19 +56,22 @@ def attention_forward(
     position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
     position_ids: torch.Tensor,
     attention_mask: CausalMask | torch.Tensor | None,
-    cache: None = None,
+    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute a layer's attention without a cache; arguments as in `DeepseekV4Attention.forward`.
+    """Compute a layer's attention; arguments as in `DeepseekV4Attention.forward`.
 
     Args:
         hidden_states: `[B, S, D]`.
         position_ids: `[B or 1, S]`; refused by the call unless they number the tokens of a row.
 
     Raises:
-        RefusalError: an argument is unknown, or the layer has dropout.
+        RefusalError: an argument is unknown, there is a cache, or the layer has dropout.
     """
     hidden_states = refuse_unknown(hidden_states, FUNCTION, kwargs)
+    if cache is not None:
+        what = f"{FUNCTION} is handed a cache, which keeps a part of a window for later calls"
+        hidden_states = REFUSED(hidden_states, what, "no cache", "a cache", "call the model with use_cache=False")
     if self.training and self.attention_dropout:
         got = f"attention_dropout={self.attention_dropout}"
         hidden_states = REFUSED(hidden_states, f"{FUNCTION} has dropout", "dropout 0", got, "set it to 0")
@@ -175,8 +178,8 @@ def _hash() -> str:
 def _replaced(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def forward_over_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_ours = torch.compiler.is_compiling() and traces_for_this_backend()
-        if is_ours and self.compressor is not None and kwargs.get("cache") is None:
+        is_ours = torch.compiler.is_compiling() and traces_for_this_backend() and self.compressor is not None
+        if is_ours and (torch.is_grad_enabled() or kwargs.get("cache") is None):  # else it generates
             return attention_forward(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 

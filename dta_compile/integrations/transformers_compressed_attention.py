@@ -31,6 +31,7 @@ from dta_compile.integrations.tracing import traces_for_this_backend
 from dta_compile.integrations.transformers_attention import CausalMask
 from dta_compile.ops.attention import ATTENTION_CALL, CHOSEN_COMPRESSED_CALL, COMPRESSED_CALL, Masking
 from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL
+from dta_compile.ops.compressed_keys import TOKENS_OF_ROWS
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.library import REFUSED
 
@@ -63,7 +64,7 @@ def attention_forward(
 
     Args:
         hidden_states: `[B, S, D]`.
-        position_ids: `[B or 1, S]`; refused by the call unless they number the tokens of a row.
+        position_ids: `[B or 1, S]`; the call fails unless they number the tokens of a row.
 
     Raises:
         RefusalError: an argument is unknown, there is a cache, or the layer has dropout.
@@ -83,16 +84,12 @@ def attention_forward(
     key = self.kv_norm(self.kv_proj(hidden_states)).view(batch, tokens, -1, self.head_dim).transpose(1, 2)
     key = rotate(key, cos, sin)
 
-    compressor, real = self.compressor, _real(attention_mask)
-    of_row = position_ids == torch.arange(tokens, device=position_ids.device)
-    # Windows count the tokens of a row, and queries their positions. If these differ at a real token, layers disagree
-    # about what is padding, which is an error of the call.
-    counted = of_row if real is None else torch.where(of_row, real, 0).to(real.dtype)
-    windows = _compressed(compressor, hidden_states, counted)
+    compressor, real = self.compressor, TOKENS_OF_ROWS(position_ids, _segments(attention_mask))
+    windows = _compressed(compressor, hidden_states, real)
     masking = _masking(attention_mask, self.scaling)
     operands = query, key, key, self.sinks, windows, windows
     if hasattr(compressor, "indexer"):
-        choice = _chosen(compressor.indexer, hidden_states, residual, position_ids, counted)
+        choice = _chosen(compressor.indexer, hidden_states, residual, position_ids, real)
         out = CHOSEN_COMPRESSED_CALL(*operands, choice, *masking, compressor.compress_rate)
     else:
         out = COMPRESSED_CALL(*operands, *masking, compressor.compress_rate)
@@ -107,15 +104,15 @@ def _masking(mask: CausalMask | torch.Tensor | None, scale: float) -> Masking:
     return Masking(mask, mask is None, None, 0, scale, 0.0)
 
 
-def _real(mask: CausalMask | torch.Tensor | None) -> torch.Tensor | None:
-    """Return which tokens are real, or their segments, `[B or 1, S]`; None if all are real."""
+def _segments(mask: CausalMask | torch.Tensor | None) -> torch.Tensor | None:
+    """Return the segments of a mask, `[B or 1, S]`, or which tokens are real; None if all are real."""
     if mask is None or isinstance(mask, CausalMask):
         return None if mask is None else mask.segments
     own = mask[:, 0].diagonal(dim1=-2, dim2=-1)  # a real token reads itself
     return own if mask.dtype is torch.bool else own == 0
 
 
-def _compressed(compressor: Any, hidden_states: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
+def _compressed(compressor: Any, hidden_states: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     """Return the compressed keys `[B, 1, S, D]` of the windows that end at each token, in place of `forward`."""
     stride, width, tokens = compressor.compress_rate, compressor.head_dim, hidden_states.shape[1]
     columns = torch.arange(tokens, device=hidden_states.device)
@@ -132,7 +129,7 @@ def _compressed(compressor: Any, hidden_states: torch.Tensor, segments: torch.Te
         pooled = pooled + share * (earlier - pooled)
         gate = torch.where(is_first, gate, torch.logaddexp(earlier_gate, gate))
     scores, values = (one.transpose(1, 2)[..., None] for one in (gate, pooled))  # [B, D, S, 1]
-    masking = Masking(None, True, segments, stride, 1.0, 0.0)
+    masking = Masking(None, True, real, stride, 1.0, 0.0)
     pooled = ATTENTION_CALL(torch.ones_like(scores), scores, values, *masking)[..., 0].transpose(1, 2)
     pooled = compressor.kv_norm(pooled.to(key.dtype))
     begins = (columns - (stride - 1)).clamp(min=0)[None]
@@ -146,17 +143,17 @@ def _chosen(
     hidden_states: torch.Tensor,
     residual: torch.Tensor,
     position_ids: torch.Tensor,
-    segments: torch.Tensor,
+    real: torch.Tensor,
 ) -> torch.Tensor:
     """Return the choice of compressed keys `[B, 1, S, count]` that `DeepseekV4Indexer.forward` makes."""
     scorer, (batch, tokens, _) = indexer.scorer, hidden_states.shape
-    key = _compressed(indexer, hidden_states, segments)
+    key = _compressed(indexer, hidden_states, real)
     cos, sin = indexer.rotary_emb(hidden_states, position_ids=position_ids, layer_type=indexer.rope_layer_type)
     query = indexer.q_b_proj(residual).view(batch, tokens, -1, indexer.head_dim).transpose(1, 2)
     query = MODULE.apply_rotary_pos_emb(query, cos, sin)
     weights = scorer.weights_proj(hidden_states).float() * scorer.weights_scaling
     operands = (one.detach() for one in (query.float(), weights.transpose(1, 2)[..., None], key.float()))
-    masking = Masking(None, True, segments, 0, scorer.softmax_scale, 0.0)
+    masking = Masking(None, True, real, 0, scorer.softmax_scale, 0.0)
     choice: torch.Tensor = CHOOSE_KEYS_CALL(*operands, *masking, indexer.index_topk, indexer.compress_rate)
     return choice
 

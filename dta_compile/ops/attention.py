@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dta_compile.ops.chosen_keys import MASKING, are_chosen
-from dta_compile.ops.dense_attention import attend, attend_backward, dense_mask
+from dta_compile.ops.chosen_keys import MASKING
+from dta_compile.ops.compressed_keys import to_compressed, with_compressed
+from dta_compile.ops.dense_attention import attend, attend_backward
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.library import LIBRARY
 from dta_compile.ops.mixer import BATCH, TOKENS, Mixer, Operand, register_mixer
@@ -141,34 +142,9 @@ def _attend(mixer: Mixer, arguments: tuple[Any, ...]) -> tuple[tuple[torch.Tenso
     states, sinks = arguments[:3], arguments[3] if operands > 3 else None
     if mixer not in WITH_COMPRESSED:
         return states, sinks, masking
-    query, ends = states[0], _ends(arguments)
-    both = (torch.cat([own, further[:, :, ends]], 2) for own, further in zip(states[1:], arguments[4:6], strict=True))
-    mask = masking.mask
-    if mask is None:
-        mask = dense_mask(query.shape[2], query.device, masking.segments, masking.window)
-    number = torch.arange(query.shape[2], device=query.device)
-    read = (number[ends] <= number[:, None]).expand(len(query), 1, -1, -1)
-    if mixer is CHOSEN_COMPRESSED_MIXER:
-        read = read & are_chosen(arguments[6], query.shape[2])[..., ends]
-    if mask.dtype is not torch.bool:
-        read = torch.where(read, mask.new_zeros(()), float("-inf"))
-    mask = torch.cat([mask.expand(*read.shape[:-1], query.shape[2]), read], -1)
-    return (query, *both), sinks, Masking(mask, False, None, 0, masking.scale, masking.softcap)
-
-
-def _ends(arguments: tuple[Any, ...]) -> slice:
-    """Return the last tokens of whole windows."""
-    return slice(arguments[-1] - 1, None, arguments[-1])
-
-
-def _to_compressed(grads: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the gradients of the operands, given those of the states of `_attend` and of the sinks."""
-    of_query, of_key, of_value, of_sinks = grads
-    tokens = of_query.shape[2]
-    of_compressed = [like.new_zeros(like.shape) for like in arguments[4:6]]
-    for zeros, grad in zip(of_compressed, (of_key, of_value), strict=True):
-        zeros[:, :, _ends(arguments)] = grad[:, :, tokens:]
-    return (of_query, of_key[:, :, :tokens], of_value[:, :, :tokens], of_sinks, *of_compressed)
+    choice = arguments[6] if mixer is CHOSEN_COMPRESSED_MIXER else None
+    states, mask = with_compressed(states, arguments[4:6], choice, masking, arguments[-1])
+    return states, sinks, Masking(mask, False, None, 0, masking.scale, masking.softcap)
 
 
 LIBRARY.impl("dense_attention_backward", attend_backward, "CompositeExplicitAutograd")
@@ -235,7 +211,12 @@ def _implement(mixer: Mixer) -> None:
         arguments = tuple(n if tensor is None else tensor for tensor, n in pairs)
         states, own_sinks, masking = _attend(mixer, arguments)
         grads = DENSE_ATTENTION_BACKWARD(grad, *states, own_sinks, *masking)
-        grads = _to_compressed(grads, arguments) if mixer in WITH_COMPRESSED else grads[:operands]
+        if mixer in WITH_COMPRESSED:
+            of_query, of_key, of_value, of_sinks = grads
+            parts = [to_compressed(grad, arguments[4], arguments[-1]) for grad in (of_key, of_value)]
+            (of_key, of_ends), (of_value, of_values) = parts
+            grads = of_query, of_key, of_value, of_sinks, of_ends, of_values
+        grads = grads[:operands]
         return (*grads, *[None] * (len(arguments) - len(grads)))
 
     def backward_fake(layer: int, grad: torch.Tensor, *arguments: Any) -> Any:

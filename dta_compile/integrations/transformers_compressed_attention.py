@@ -1,4 +1,4 @@
-"""DeepSeek-V4's layers with compressed keys, in graphs for this backend.
+"""DeepSeek-V4's layers with compressed keys, in graphs for this backend and with `attn_implementation="dta"`.
 
 transformers pools the keys of every `m` tokens of a row into one compressed key, so that the number of keys depends on
 the row's length. The same numbers, computed at every token for the window that ends there, are token by token:
@@ -8,13 +8,14 @@ the row's length. The same numbers, computed at every token for the window that 
   are first merged into one, whose score is the log-sum-exp of both.
 - Attention reads only the compressed keys at the ends of whole windows (`ops.attention`).
 
-Importing this module replaces the layers' `forward` in such graphs if its source is the one that was read for this;
+Importing this module replaces the layers' `forward` there if its source is the one that was read for this;
 `registration` imports it with the model.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -39,6 +40,7 @@ __all__: list[str] = []
 
 FUNCTION = "DeepSeek-V4's attention with compressed keys"
 MODULE = sys.modules["transformers.models.deepseek_v4.modeling_deepseek_v4"]
+HINT = 'call the model with use_cache=False; to generate, load it with attn_implementation="eager"'
 # What is replaced, and the hash of its source without comments; other versions of transformers are not touched.
 REPLACED = (
     "DeepseekV4Attention.forward",
@@ -72,7 +74,7 @@ def attention_forward(
     hidden_states = refuse_unknown(hidden_states, FUNCTION, kwargs)
     if cache is not None:
         what = f"{FUNCTION} is handed a cache, which keeps a part of a window for later calls"
-        hidden_states = REFUSED(hidden_states, what, "no cache", "a cache", "call the model with use_cache=False")
+        hidden_states = REFUSED(hidden_states, what, "no cache", "a cache", HINT)
     if self.training and self.attention_dropout:
         got = f"attention_dropout={self.attention_dropout}"
         hidden_states = REFUSED(hidden_states, f"{FUNCTION} has dropout", "dropout 0", got, "set it to 0")
@@ -159,7 +161,11 @@ def _chosen(
 
 
 def _hash() -> str:
-    """Return the hash of the source of all that is replaced, without comments, docstrings and layout."""
+    """Return the hash of the source of all that is replaced, without comments, docstrings and layout.
+
+    Raises:
+        AttributeError, OSError: a function, or its source, is missing.
+    """
     texts = []
     for name in REPLACED:
         function = inspect.unwrap(functools.reduce(getattr, name.split("."), MODULE))
@@ -175,13 +181,15 @@ def _hash() -> str:
 def _replaced(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def forward_over_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_ours = torch.compiler.is_compiling() and traces_for_this_backend() and self.compressor is not None
-        if is_ours and (torch.is_grad_enabled() or kwargs.get("cache") is None):  # else it generates
+        trains = kwargs.get("cache") is None or torch.is_grad_enabled()  # else it generates
+        is_traced = torch.compiler.is_compiling() and traces_for_this_backend() and trains
+        if self.compressor is not None and (is_traced or isinstance(kwargs.get("attention_mask"), CausalMask)):
             return attention_forward(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 
     return forward_over_tokens
 
 
-if _hash() in KNOWN:
-    MODULE.DeepseekV4Attention.forward = _replaced(MODULE.DeepseekV4Attention.forward)
+with contextlib.suppress(AttributeError, OSError):
+    if _hash() in KNOWN:
+        MODULE.DeepseekV4Attention.forward = _replaced(MODULE.DeepseekV4Attention.forward)

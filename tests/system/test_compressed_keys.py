@@ -158,6 +158,9 @@ def test_deepseek(implementation):
     exact.load_state_dict(model.state_dict())
     batch = make_batch(rollouts(V))
     loss = random_loss(batch, model.config.vocab_size)
+    if implementation == "dta":
+        without = measure(model, model, batch, loss)
+        assert_equal(without, measure(exact, exact, batch, loss), 20 * FLOAT32_ISLANDS)
     compiled = torch.compile(model, backend="dta", options={"chunk_size": 4})
     measured = measure(compiled, model, batch, loss, logits_at_positions)
     assert_equal(measured, reference(exact, batch, loss), 20 * FLOAT32_ISLANDS)

@@ -31,6 +31,7 @@ from dta_compile.integrations.keywords import refuse_unknown
 from dta_compile.integrations.tracing import traces_for_this_backend
 from dta_compile.integrations.transformers_attention import CausalMask
 from dta_compile.ops.attention import ATTENTION_CALL, CHOSEN_COMPRESSED_CALL, COMPRESSED_CALL, Masking
+from dta_compile.ops.causal_attention import call
 from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL
 from dta_compile.ops.compressed_keys import TOKENS_OF_ROWS
 from dta_compile.ops.dtypes import statistics_dtype
@@ -87,14 +88,17 @@ def attention_forward(
     key = rotate(key, cos, sin)
 
     compressor, real = self.compressor, TOKENS_OF_ROWS(position_ids, _segments(attention_mask))
-    windows = _compressed(compressor, hidden_states, real)
     masking = _masking(attention_mask, self.scaling)
-    operands = query, key, key, self.sinks, windows, windows
-    if hasattr(compressor, "indexer"):
-        choice = _chosen(compressor.indexer, hidden_states, residual, position_ids, real)
-        out = CHOSEN_COMPRESSED_CALL(*operands, choice, *masking, compressor.compress_rate)
+    if tokens < compressor.compress_rate:  # no whole window: the compressor's weights get no gradient
+        out = call(query, key, key, self.sinks, masking)
     else:
-        out = COMPRESSED_CALL(*operands, *masking, compressor.compress_rate)
+        windows = _compressed(compressor, hidden_states, real)
+        operands = query, key, key, self.sinks, windows, windows
+        if hasattr(compressor, "indexer"):
+            choice = _chosen(compressor.indexer, hidden_states, residual, position_ids, real)
+            out = CHOSEN_COMPRESSED_CALL(*operands, choice, *masking, compressor.compress_rate)
+        else:
+            out = COMPRESSED_CALL(*operands, *masking, compressor.compress_rate)
 
     out = rotate(out, cos, -sin).transpose(1, 2).reshape(batch, tokens, self.config.o_groups, -1)
     return self.o_b_proj(self.o_a_proj(out).flatten(2)), None

@@ -172,7 +172,8 @@ def _hash() -> str:
     """
     texts = []
     for name in REPLACED:
-        function = inspect.unwrap(functools.reduce(getattr, name.split("."), MODULE))
+        replaced: Any = functools.reduce(getattr, name.split("."), MODULE)
+        function = inspect.unwrap(replaced)
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
         assert isinstance(tree, ast.FunctionDef)
         tree.decorator_list = []

@@ -48,13 +48,14 @@ class ChoiceRuntime:
         """Return the depths of the keys chosen for each query, `[1, 1, c, count]`."""
         (query, weights, key), (above,), (scale, count, stride) = x.operands, x.above, x.constants
         table, keys = x.table(), torch.cat([above, key], 2)
-        depths, width, ends = depths_of(table, above.shape[2]), self.width // stride, slice(None)
-        if stride > 1:
-            ends = ends_of(depths, stride)
+        depths, width = depths_of(table, above.shape[2]), self.width // stride
+        ends = None if stride == 1 else ends_of(depths, stride)
+        if ends is not None:
             keys, depths = keys[:, :, ends], depths[ends] // stride
         parts = []
-        for queries in blocks(query.shape[1], query.shape[2], keys.shape[2]):
-            may_read = keys_above(table, above.shape[2], self.limit, queries)[:, ends]
+        for queries in blocks(query.shape[1], query.shape[2], above.shape[2] + key.shape[2]):
+            may_read = keys_above(table, above.shape[2], self.limit, queries)
+            may_read = may_read if ends is None else may_read[:, ends]
             scores = index_scores(query[:, :, queries], weights[:, :, queries], keys, scale)[0]
             # One more column takes the scores of keys that are not read, whatever they are.
             row = scores.new_full((len(scores), width + 1), float("-inf"))

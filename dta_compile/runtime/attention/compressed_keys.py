@@ -28,8 +28,8 @@ class CompressedRuntime(AttentionRuntime):
         """Return gradients of query, key, value, sinks, compressed key and value."""
         windows, ends = self._windows(x)
         of_query, *others = super().backward(grad, results, x, above_grads[:2])
-        of_prefix = (self._at_ends(one, x) for one in above_grads[2:])
-        further, *of_windows = Blockwise().backward(grad, *results, windows, *of_prefix)
+        (out, logsumexp), (of_keys, of_values) = results, (self._at_ends(one, x) for one in above_grads[2:])
+        further, *of_windows = Blockwise().backward(grad, out, logsumexp, windows, of_keys, of_values)
         for like, part in zip(x.operands[4:6], of_windows, strict=True):
             others.append(torch.zeros_like(like, dtype=part.dtype).index_copy_(2, ends, part))
         return (by_tokens(of_query + further), *map(by_tokens, others[:2]), others[2], *map(by_tokens, others[3:]))
@@ -47,11 +47,11 @@ class CompressedRuntime(AttentionRuntime):
         """Return the attention call over compressed keys, and which tokens of the chunk have one."""
         (scale, softcap, stride), query = x.constants, x.operands[0]
         ends = ends_of(x.table().depths, stride)
-        own = (operand.index_select(2, ends) for operand in x.operands[4:6])
-        above = (self._at_ends(states, x) for states in x.above[2:])
+        key, value = (operand.index_select(2, ends) for operand in x.operands[4:6])
+        above_key, above_value = (self._at_ends(states, x) for states in x.above[2:])
         choice = x.operands[6] if len(x.operands) > 6 else None
-        call = Operands(query, *own, *above, x.chunk, x.table, scale, None, softcap, False, choice, None, stride)
-        return call, ends
+        call = Operands(query, key, value, above_key, above_value, x.chunk, x.table, scale, None, softcap)
+        return call._replace(choice=choice, stride=stride), ends
 
     @staticmethod
     def _at_ends(states: torch.Tensor, x: LayerInputs) -> torch.Tensor:

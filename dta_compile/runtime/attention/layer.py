@@ -74,9 +74,9 @@ class AttentionRuntime:
 
     def _operands(self, x: LayerInputs) -> Operands:
         (query, key, value), (prefix_key, prefix_value), (scale, softcap) = x.operands[:3], x.above[:2], x.constants[:2]
-        further = (x.operands[-1] if self.further == name else None for name in ("choice", "bias"))
+        choice, bias = (x.operands[-1] if self.further == name else None for name in ("choice", "bias"))
         limits = self.limit, softcap, self.units
-        return Operands(query, key, value, prefix_key, prefix_value, x.chunk, x.table, scale, *limits, *further)
+        return Operands(query, key, value, prefix_key, prefix_value, x.chunk, x.table, scale, *limits, choice, bias)
 
 
 def provider_of(layer: AttentionLayer, device: torch.device, choice: str) -> Provider:

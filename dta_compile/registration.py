@@ -26,6 +26,7 @@ STAND_INS = {
         "transformers_experts",
         "transformers_outputs",
     ),
+    "transformers.models.deepseek_v4.modeling_deepseek_v4": ("transformers_compressed_attention",),
     "transformers.models.longcat_flash.modeling_longcat_flash": ("transformers_expert_loops",),
     "transformers.models.step3p7.modeling_step3p7": ("transformers_expert_loops",),
     "peft.tuners.lora.layer": ("peft_experts",),

@@ -21,6 +21,7 @@ from dta_compile.errors import OptionError
 from dta_compile.integrations.keywords import EAGER, refuse_unknown
 from dta_compile.ops.attention import Masking
 from dta_compile.ops.causal_attention import call, segments_by_ends
+from dta_compile.ops.dense_attention import dense_mask
 from dta_compile.ops.dtypes import autocast
 from dta_compile.ops.library import REFUSED
 
@@ -188,7 +189,8 @@ def attention_forward(
             if is_special:
                 raise OptionError(f'{name} with a soft cap or sinks is not supported by attn_implementation="dta"')
             if segments is not None or window is not None:
-                mask, segments, window = _dense(segments, window, query), None, None
+                mask = dense_mask(query.shape[2], query.device, segments, window or 0)
+                segments = window = None
     if segments is None and window is None and not is_special:
         out_of_torch: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
@@ -257,18 +259,6 @@ def _refuse_contradictions(
 
 # Arguments of torch's attention function that our operator lacks.
 _OF_TORCH = ("position_bias", "cache")
-
-
-def _dense(segments: torch.Tensor | None, window: int | None, query: torch.Tensor) -> torch.Tensor:
-    """Materialise the mask as bool `[B or 1, 1, S, S]`."""
-    index = torch.arange(query.shape[2], device=query.device)
-    allowed = (index <= index[:, None])[None, None]
-    if window is not None:
-        allowed = allowed & (index[:, None] - index < window)
-    if segments is not None:
-        same = (segments[:, :, None] == segments[:, None]) & (segments != 0)[:, None]
-        allowed = allowed & same[:, None]
-    return allowed
 
 
 def _segments_of_row(

@@ -10,6 +10,9 @@ each head and query, what is added to the score of the key `d` tokens before it:
 distance* `[B, H, S, 1]` has, for each head, what is added to the score of every key `d` tokens before its query: the
 entry of the token with `d` tokens of its sequence before it. On the path it is a state, like keys: a query finds the
 entries of all its distances, and gradients for them, at the tokens above it.
+
+With *compressed keys* (DeepSeek-V4) a query also reads, in the same softmax, the compressed keys and values of the last
+tokens of whole windows of `stride` tokens, up to its own token, however far above; those of other tokens are not read.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from dta_compile.ops.chosen_keys import MASKING
+from dta_compile.ops.compressed_keys import to_compressed, with_compressed
 from dta_compile.ops.dense_attention import attend, attend_backward
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.library import LIBRARY
@@ -68,17 +72,19 @@ DENSE_ATTENTION_BACKWARD = torch.ops.dta.dense_attention_backward.default
 
 SINKS, CHOICE = Operand("sinks", "sinks", has_tokens=False), Operand("choice", "choices of keys")
 BIAS, TABLE = Operand("bias", "biases by distance"), Operand("table", "tables by distance", True)
+COMPRESSED = Operand("compressed_key", "compressed keys", True), Operand("compressed_value", "their values", True)
 
 
 def _mixer(prefix: str, name: str, *further: Operand) -> Mixer:
     """Define the three operators of a kind of attention with these operands, and register them as a mixer."""
     operands = ", ".join([OPERANDS, *(f"Tensor {operand.name}" for operand in further)])
-    with_gradient = 3 + len(further) - further.count(CHOICE)
+    has_stride, with_gradient = COMPRESSED[0] in further, 3 + len(further) - further.count(CHOICE)
     grads, results = ", ".join(["Tensor"] * with_gradient), "Tensor out, Tensor logsumexp"
-    attention = f"{prefix}attention"
-    LIBRARY.define(f"{attention}_call({operands}, {MASKING}) -> Tensor")
-    LIBRARY.define(f"{attention}(int layer, {operands}, {SCORING}) -> (Tensor, Tensor)")
-    LIBRARY.define(f"{attention}_backward(int layer, Tensor grad, {operands}, {results}, {SCORING}) -> ({grads})")
+    attention, stride = f"{prefix}attention", ", int stride" * has_stride
+    LIBRARY.define(f"{attention}_call({operands}, {MASKING}{stride}) -> Tensor")
+    LIBRARY.define(f"{attention}(int layer, {operands}, {SCORING}{stride}) -> (Tensor, Tensor)")
+    arguments = f"int layer, Tensor grad, {operands}, {results}, {SCORING}{stride}"
+    LIBRARY.define(f"{attention}_backward({arguments}) -> ({grads})")
     call, chunk, backward = (getattr(torch.ops.dta, attention + part) for part in ("_call", "", "_backward"))
     sdpa = () if further else (F.scaled_dot_product_attention,)
     count = 3 + len(further)
@@ -96,7 +102,7 @@ def _mixer(prefix: str, name: str, *further: Operand) -> Mixer:
                 *further,
             ),
             dims=(BATCH, "heads", TOKENS, "head_dim"),
-            constants=(count + 4, count + 5),  # scale and soft cap
+            constants=(count + 4, count + 5, *[count + 6] * has_stride),  # scale, soft cap and stride
         )
     )
 
@@ -111,19 +117,30 @@ OVER_CHOSEN = {
     ATTENTION_MIXER: _mixer("chosen_", "attention over chosen keys", CHOICE),
     SINK_ATTENTION_MIXER: _mixer("chosen_sink_", "attention with sinks over chosen keys", SINKS, CHOICE),
 }
-ATTENTION_MIXERS = (ATTENTION_MIXER, SINK_ATTENTION_MIXER, *BY_DISTANCE, *OVER_CHOSEN.values())
+COMPRESSED_MIXER = _mixer("compressed_", "attention with compressed keys", SINKS, *COMPRESSED)
+CHOSEN_COMPRESSED_MIXER = _mixer(
+    "chosen_compressed_", "attention with chosen compressed keys", SINKS, *COMPRESSED, CHOICE
+)
+WITH_COMPRESSED = (COMPRESSED_MIXER, CHOSEN_COMPRESSED_MIXER)
+ATTENTION_MIXERS = (ATTENTION_MIXER, SINK_ATTENTION_MIXER, *BY_DISTANCE, *OVER_CHOSEN.values(), *WITH_COMPRESSED)
 ATTENTION_CALL, ATTENTION, ATTENTION_BACKWARD = ATTENTION_MIXER.call, ATTENTION_MIXER.chunk, ATTENTION_MIXER.backward
 SINK_ATTENTION_CALL = SINK_ATTENTION_MIXER.call
 BIASED_ATTENTION_CALL, TABLED_ATTENTION_CALL = BIASED_ATTENTION_MIXER.call, TABLED_ATTENTION_MIXER.call
+COMPRESSED_CALL, CHOSEN_COMPRESSED_CALL = COMPRESSED_MIXER.call, CHOSEN_COMPRESSED_MIXER.call
 
 
 # Over a batch
 
 
 def _attend(mixer: Mixer, arguments: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, Masking]:
-    """Return query, key and value, the sinks, and the masking of a call."""
-    operands = len(mixer.operands)
-    return arguments[:3], arguments[3] if operands > 3 else None, Masking(*arguments[operands:])
+    """Return query, key and value, the sinks, and the masking of a call; compressed keys follow those of tokens."""
+    operands, masking = len(mixer.operands), Masking.of(mixer, arguments)
+    states, sinks = arguments[:3], arguments[3] if operands > 3 else None
+    if mixer not in WITH_COMPRESSED:
+        return states, sinks, masking
+    choice = arguments[6] if mixer is CHOSEN_COMPRESSED_MIXER else None
+    states, mask = with_compressed(states, arguments[4:6], choice, masking, arguments[-1])
+    return states, sinks, Masking(mask, False, None, 0, masking.scale, masking.softcap)
 
 
 LIBRARY.impl("dense_attention_backward", attend_backward, "CompositeExplicitAutograd")
@@ -174,8 +191,7 @@ def _chunk_fake(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch
 
 def _implement(mixer: Mixer) -> None:
     """Implement the operators of a kind of attention."""
-    operands, sinks = len(mixer.operands), [i for i, one in enumerate(mixer.operands) if one is SINKS]
-    biases = [i for i, one in enumerate(mixer.operands) if one in (BIAS, TABLE)]
+    operands, passes_make_it = len(mixer.operands), mixer in (*BY_DISTANCE, *OVER_CHOSEN.values())
     without_gradient = [None] * mixer.operands.count(CHOICE)
 
     def run_call(*arguments: Any) -> torch.Tensor:
@@ -188,13 +204,20 @@ def _implement(mixer: Mixer) -> None:
 
     def call_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         pairs = zip(ctx.saved_tensors, ctx.numbers, strict=True)
-        states, own_sinks, masking = _attend(mixer, tuple(n if tensor is None else tensor for tensor, n in pairs))
+        arguments = tuple(n if tensor is None else tensor for tensor, n in pairs)
+        states, own_sinks, masking = _attend(mixer, arguments)
         grads = DENSE_ATTENTION_BACKWARD(grad, *states, own_sinks, *masking)
-        return (*grads[: 3 + len(sinks)], *[None] * len(masking))
+        if mixer in WITH_COMPRESSED:
+            of_query, of_key, of_value, of_sinks = grads
+            parts = [to_compressed(grad, arguments[4], arguments[-1]) for grad in (of_key, of_value)]
+            (of_key, of_ends), (of_value, of_values) = parts
+            grads = of_query, of_key, of_value, of_sinks, of_ends, of_values
+        grads = grads[:operands]
+        return (*grads, *[None] * (len(arguments) - len(grads)))
 
     def backward_fake(layer: int, grad: torch.Tensor, *arguments: Any) -> Any:
-        by_token = map(empty_by_tokens, (*arguments[:3], *(arguments[i] for i in biases)))
-        return (*by_token, *(torch.empty_like(arguments[i]) for i in sinks))
+        with_gradient = zip(mixer.operands[: operands - len(without_gradient)], arguments, strict=False)
+        return tuple((empty_by_tokens if one.has_tokens else torch.empty_like)(value) for one, value in with_gradient)
 
     def save_chunk(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
         ctx.layer, ctx.constants = inputs[0], inputs[1 + operands :]
@@ -210,7 +233,7 @@ def _implement(mixer: Mixer) -> None:
         operator._schema.name for operator in (mixer.call, mixer.chunk, mixer.backward) if operator is not None
     )
     torch.library.register_fake(call, _call_fake, lib=LIBRARY)
-    if not without_gradient and not biases:  # passes make the calls of these, and none runs over a batch
+    if not passes_make_it:  # else none runs over a batch
         LIBRARY.impl(call, run_call, "CompositeExplicitAutograd")
         torch.library.register_autograd(call, call_backward, setup_context=save_call, lib=LIBRARY)
     torch.library.register_fake(chunk, _chunk_fake, lib=LIBRARY)

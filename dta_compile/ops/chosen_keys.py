@@ -8,6 +8,8 @@ scores that are not summed. Keys may be chosen by blocks of adjacent ones, the s
 Equal scores are common, since a product of zero for all heads gives a score of zero, and torch does not say which of
 them `topk` returns. So a chunk calls `topk` on the row that it would be called on without a tree, as wide as the batch,
 which returns the same. A near tie may be decided otherwise, as in eager mode with another batch size.
+
+With a `stride` above one, the keys to choose from are those of the last tokens of whole windows of so many tokens.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class Choosing(NamedTuple):
         has_relu: negative scores count as zero.
         by_head: each head chooses, by its own scores without a weight.
         leaves_out: blocks of a score of -inf are not chosen.
+        stride: the keys are those of whole windows of so many tokens, and a choice numbers the last tokens of these.
     """
 
     most: int
@@ -40,11 +43,12 @@ class Choosing(NamedTuple):
     has_relu: bool
     by_head: bool
     leaves_out: bool
+    stride: int = 1
 
 
 OPERANDS = "Tensor query, Tensor weights, Tensor key"
 MASKING = "Tensor? mask, bool is_causal, Tensor? segments, int window, float scale, float softcap"
-CHOOSING = "int count, int block, bool has_relu, bool by_head, bool leaves_out"
+CHOOSING = "int count, int block, bool has_relu, bool by_head, bool leaves_out, int stride"
 # `forced` `[S or 1, blocks]` has the scores that replace those of blocks, and is NaN elsewhere.
 LIBRARY.define(f"choose_keys_call({OPERANDS}, {MASKING}, {CHOOSING}, Tensor? forced) -> Tensor")
 LIBRARY.define(f"choose_keys(int layer, {OPERANDS}, float scale, {CHOOSING}) -> Tensor")
@@ -105,6 +109,18 @@ def are_chosen(choice: torch.Tensor, blocks: int) -> torch.Tensor:
 def _choice_fake(query: torch.Tensor, how: Choosing) -> torch.Tensor:
     shape = (query.shape[0], query.shape[1] if how.by_head else 1, query.shape[2], how.most)
     return query.new_empty(shape, dtype=torch.int64)
+
+
+@torch.library.impl("dta::choose_keys_call", "CompositeExplicitAutograd", lib=LIBRARY)
+def _call(query: torch.Tensor, weights: torch.Tensor, key: torch.Tensor, *others: Any) -> torch.Tensor:
+    """Choose keys over a batch, for calls without a mask: padding after a sequence is not read by its tokens."""
+    how, scale = choosing_of(others), others[4]
+    scores = index_scores(query, weights, key[:, :, how.stride - 1 :: how.stride], scale, how)
+    entries = torch.arange(scores.shape[-1], device=query.device)
+    complete = (torch.arange(query.shape[2], device=query.device)[:, None] + 1) // how.stride
+    scores = scores.masked_fill(entries >= complete, float("-inf"))
+    choice = scores.topk(min(how.most, scores.shape[-1])).indices
+    return padded_to(how.most, (choice * how.stride + how.stride - 1).masked_fill(choice >= complete, NONE))
 
 
 @torch.library.register_fake("dta::choose_keys_call", lib=LIBRARY)

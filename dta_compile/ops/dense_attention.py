@@ -141,6 +141,18 @@ class _Attention:
         return _Scores(block.read((scores - base[..., None]).exp()), of_sinks, slope)
 
 
+def dense_mask(tokens: int, device: torch.device, segments: torch.Tensor | None, window: int) -> torch.Tensor:
+    """Materialise a causal mask as bool `[B or 1, 1, S, S]`; arguments as in `ops.attention.Masking`."""
+    index = torch.arange(tokens, device=device)
+    allowed = (index <= index[:, None])[None, None]
+    if window:
+        allowed = allowed & (index[:, None] - index < window)
+    if segments is not None:
+        same = (segments[:, :, None] == segments[:, None]) & (segments != 0)[:, None]
+        allowed = allowed & same[:, None]
+    return allowed
+
+
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, *masking: object
 ) -> torch.Tensor:

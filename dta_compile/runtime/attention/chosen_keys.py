@@ -51,10 +51,14 @@ class ChoiceRuntime:
         """Return the numbers of the blocks chosen for each query, `[1, H or 1, c, count]`."""
         (query, weights, key), (above,), (scale, *constants) = x.operands, x.above, x.constants
         table, keys, how = x.table(), torch.cat([above, key], 2), Choosing(*constants)
-        depths, width = depths_of(table, above.shape[2]), -(-self.width // how.block) * how.block
+        depths, width = depths_of(table, above.shape[2]), -(-self.width // how.block) * how.block // how.stride
+        ends = None if how.stride == 1 else ends_of(depths, how.stride)
+        if ends is not None:
+            keys, depths = keys[:, :, ends], depths[ends] // how.stride
         parts = []
-        for queries in blocks(query.shape[1], query.shape[2], keys.shape[2]):
+        for queries in blocks(query.shape[1], query.shape[2], above.shape[2] + key.shape[2]):
             may_read = keys_above(table, above.shape[2], self.limit, queries)
+            may_read = may_read if ends is None else may_read[:, ends]
             scores = index_scores(query[:, :, queries], weights[:, :, queries], keys, scale, how)[0]
             # One more column takes the scores of keys that are not read, whatever they are.
             row = scores.new_full((*scores.shape[:2], width + 1), float("-inf"))
@@ -63,7 +67,7 @@ class ChoiceRuntime:
             if how.block > 1:
                 row = row.unflatten(2, (-1, how.block)).amax(-1)
             best, choice = self._with_forced(row, table.depths[queries, None]).topk(min(how.most, row.shape[2]))
-            own = table.depths[queries, None]
+            choice, own = choice * how.stride + how.stride - 1, table.depths[queries, None]
             is_read = choice <= own // how.block
             if self.limit is not None:
                 is_read &= choice >= self.limit.first(own) // how.block
@@ -116,6 +120,11 @@ class ChoiceRuntime:
             )
 
 
+def ends_of(depths: torch.Tensor, stride: int) -> torch.Tensor:
+    """Return the indices of the last tokens of whole windows of `stride` tokens, given the depths of tokens."""
+    return (depths % stride == stride - 1).nonzero()[:, 0]
+
+
 @dataclasses.dataclass(frozen=True)
 class Blockwise(Reference):
     """Attention provider for operands that kernels do not take: a choice of blocks of keys, or a bias by distance."""
@@ -125,13 +134,16 @@ class Blockwise(Reference):
     replayable = False
 
     def _blocks(self, x: Operands) -> Iterator[tuple[slice, torch.Tensor]]:
-        table, prefix, tokens = x.table(), x.prefix_key.shape[2], x.key.shape[2]
+        table, prefix, tokens = x.table(), x.chunk.start, x.query.shape[2]
+        depths = depths_of(table, prefix)
         for queries in blocks(x.query.shape[1], tokens, prefix + tokens):
             read = keys_above(table, prefix, x.limit, queries)
             if x.choice is not None:
                 chosen = are_chosen(x.choice[0, :, queries], -(-x.chunk.height // self.block))
-                read = read & chosen.index_select(2, depths_of(table, prefix) // self.block)
+                read = read & chosen.index_select(2, depths // self.block)
                 read = read.repeat_interleave(x.query.shape[1] // len(read), 0) if len(read) > 1 else read[0]
+            if x.stride > 1:
+                read = read.index_select(-1, ends_of(depths, x.stride))
             yield queries, read
 
 

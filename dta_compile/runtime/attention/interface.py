@@ -36,6 +36,7 @@ class Operands(NamedTuple):
     units: bool = False  # whether a token also reads later ones of its unit, see `ChunkShape.units`
     choice: torch.Tensor | None = None  # `[1, H or 1, c, count]`: blocks of keys chosen for each query; None: all
     bias: torch.Tensor | None = None  # `[1, Hq, c or 1, n]`: added to scores by distance, see `ops.attention`
+    stride: int = 1  # keys and values are those of the last tokens of windows of so many; `p` and `c` are of queries
 
     def with_dense_rows(self) -> Operands:
         """Make the features of query, key and value contiguous, as kernels assume."""

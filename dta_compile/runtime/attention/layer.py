@@ -46,7 +46,7 @@ class AttentionRuntime:
 
     def forward(self, x: LayerInputs) -> Tensors:
         """Return output `[1, Hq, c, Dv]`, laid out as by `by_tokens`, and log-sum-exp `[1, Hq, c]`, sinks included."""
-        out, logsumexp = self.provider.forward(self._operands(x))
+        out, logsumexp = self._without_sinks(x)
         for sinks in self._sinks(x):
             sinks = sinks.to(logsumexp.dtype)[:, None]
             out = (out * torch.sigmoid(logsumexp - sinks)[..., None]).to(out.dtype)
@@ -69,11 +69,14 @@ class AttentionRuntime:
             grads += (-(share * (grad.to(share.dtype) * out.to(share.dtype)).sum(-1)).sum((0, 2)),)
         return grads
 
+    def _without_sinks(self, x: LayerInputs) -> Tensors:
+        return self.provider.forward(self._operands(x))
+
     def _sinks(self, x: LayerInputs) -> Tensors:
         return x.operands[3:-1] if self.further else x.operands[3:]
 
     def _operands(self, x: LayerInputs) -> Operands:
-        (query, key, value), (prefix_key, prefix_value), (scale, softcap) = x.operands[:3], x.above[:2], x.constants
+        (query, key, value), (prefix_key, prefix_value), (scale, softcap) = x.operands[:3], x.above[:2], x.constants[:2]
         choice, bias = (x.operands[-1] if self.further == name else None for name in ("choice", "bias"))
         if self.further == "table":
             bias = _table(x)
@@ -107,7 +110,7 @@ def _tokens_by_depth(x: LayerInputs) -> torch.Tensor:
 
 def provider_of(layer: AttentionLayer, device: torch.device, choice: str) -> Provider:
     """Return the provider of a layer under `options={"attention": choice}`."""
-    key, value = (torch.empty(spec.of_tokens(0), dtype=spec.dtype, device=device) for spec in layer.states)
+    key, value = (torch.empty(spec.of_tokens(0), dtype=spec.dtype, device=device) for spec in layer.states[:2])
     return provider_for(choice, key[:, :1], value[:, :1], layer.softcap)
 
 

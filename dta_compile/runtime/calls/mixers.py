@@ -12,11 +12,12 @@ import torch
 from dta_compile.errors import RefusalError, RuntimeContractError
 from dta_compile.executable.executable import Executable
 from dta_compile.executable.layers import AttentionLayer, MixerLayer
-from dta_compile.ops.attention import BY_DISTANCE, OVER_CHOSEN
+from dta_compile.ops.attention import BY_DISTANCE, OVER_CHOSEN, WITH_COMPRESSED
 from dta_compile.ops.chosen_keys import CHOICE_MIXER
 from dta_compile.ops.recurrences.operators import RECURRENCES
 from dta_compile.proofs.mask_class import CERTAIN
 from dta_compile.runtime.attention.chosen_keys import Blockwise, ChoiceRuntime
+from dta_compile.runtime.attention.compressed_keys import CompressedRuntime
 from dta_compile.runtime.attention.interface import Provider
 from dta_compile.runtime.attention.layer import AttentionRuntime, provider_of
 from dta_compile.runtime.calls.masks import ReadMasks
@@ -71,6 +72,22 @@ def _biased(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
     return AttentionRuntime(Blockwise(), context.limits[layer.index], further=layer.mixer.operands[-1].name)
 
 
+def _with_compressed(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
+    attention = _attention(layer, context)
+    assert isinstance(attention, AttentionRuntime)
+    if attention.units or not context.from_first:
+        raise RefusalError(
+            "attention to compressed keys counts the tokens of a row, which are not those of one causal sequence",
+            where=layer.where,
+            expected="one sequence a row, padded on the right, and causal attention",
+            got="blocks that attend in both directions"
+            if attention.units
+            else "packed rows, or padding before or inside of a sequence",
+            hint="pass one sequence per row, padded on the right",
+        )
+    return CompressedRuntime(attention.provider, attention.limit)
+
+
 def _choice(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
     assert isinstance(layer, AttentionLayer)
     if not context.from_first and (layer.block > 1 or layer.forced is not None):
@@ -95,6 +112,7 @@ RUNTIMES: dict[str, Make] = {  # by mixer name
     **dict.fromkeys((mixer.name for mixer in OVER_CHOSEN), _attention),
     **dict.fromkeys((mixer.name for mixer in OVER_CHOSEN.values()), _over_chosen),
     **dict.fromkeys((mixer.name for mixer in BY_DISTANCE), _biased),
+    **dict.fromkeys((mixer.name for mixer in WITH_COMPRESSED), _with_compressed),
     CHOICE_MIXER.name: _choice,
     **dict.fromkeys((mixer.name for mixer in RECURRENCES), _recurrence),
 }

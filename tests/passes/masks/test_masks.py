@@ -726,8 +726,8 @@ REFUSED = {
         RefusalError,
         "lets tokens attend to later ones",
     ),
-    "a square of a distance": (
-        lambda ids: torch.where(causal(ids), -((positions(ids)[1] - positions(ids)[0]).double() ** 2), float("-inf")),
+    "a square of a sum": (
+        lambda ids: torch.where(causal(ids), -((positions(ids)[1] + positions(ids)[0]).double() ** 2), float("-inf")),
         (IDS,),
         RefusalError,
         "values other than 0 and -inf",

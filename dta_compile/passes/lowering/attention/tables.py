@@ -77,6 +77,9 @@ class Tables(Distances):
         """Return the table of a bias; 0.0 if it has no keys, None if it is no function of the distance, or a mask."""
         if "k" not in labels:
             return 0.0
+        affine = self._affine(node, labels)
+        if affine is not None and affine[:2] == (0, 0):
+            return 0.0
         if "q" not in labels or not self._is_bias(node, labels):
             return None
         if not self._is_of_distance(node, labels):

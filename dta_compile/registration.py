@@ -26,9 +26,9 @@ STAND_INS = {
         "transformers_experts",
         "transformers_outputs",
     ),
-    "transformers.models.deepseek_v4.modeling_deepseek_v4": ("transformers_compressed_attention",),
-    "transformers.models.longcat_flash.modeling_longcat_flash": ("transformers_expert_loops",),
-    "transformers.models.step3p7.modeling_step3p7": ("transformers_expert_loops",),
+    "transformers.models.deepseek_v4.modeling_deepseek_v4": ("models.deepseek_v4",),
+    "transformers.models.longcat_flash.modeling_longcat_flash": ("models.expert_loops",),
+    "transformers.models.step3p7.modeling_step3p7": ("models.expert_loops",),
     "peft.tuners.lora.layer": ("peft_experts",),
     "trl.trainer.utils": ("trl_head",),
 }

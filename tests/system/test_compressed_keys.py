@@ -153,13 +153,14 @@ def deepseek(implementation: str) -> Any:
 
 @pytest.mark.parametrize("implementation", ["dta", pytest.param("eager", marks=pytest.mark.slow)])
 def test_deepseek(implementation):
-    model, exact = deepseek(implementation), deepseek("eager")
-    exact.set_experts_implementation("eager")
-    exact.load_state_dict(model.state_dict())
+    model, dense, exact = deepseek(implementation), deepseek("dta"), deepseek("eager")
+    for one in (dense, exact):
+        one.set_experts_implementation("eager")
+        one.load_state_dict(model.state_dict())
     batch = make_batch(rollouts(V))
     loss = random_loss(batch, model.config.vocab_size)
     if implementation == "dta":
-        without = measure(model, model, batch, loss)
+        without = measure(dense, dense, batch, loss)
         assert_equal(without, measure(exact, exact, batch, loss), 20 * FLOAT32_ISLANDS)
     compiled = torch.compile(model, backend="dta", options={"chunk_size": 4})
     measured = measure(compiled, model, batch, loss, logits_at_positions)

@@ -1,0 +1,1 @@
+"""Replacements for layers of single models of transformers."""

@@ -9,7 +9,7 @@ are contiguous. `start` is the block's first column in the vocabulary, which is 
 import triton
 import triton.language as tl
 
-from dta_compile.ops.triton_math import tanh
+from dta_compile.ops.triton_use.math import tanh
 
 # One compilation must serve chunks of all sizes and all blocks, so values and alignment of these arguments must not
 # specialise it. The stride of logits does: alignment to 16 decides how wide their long rows are loaded.

@@ -15,7 +15,7 @@ again, key by key or query by query, over the pairs that are read.
 import triton
 import triton.language as tl
 
-from dta_compile.ops.triton_math import tanh
+from dta_compile.ops.triton_use.math import tanh
 from dta_compile.runtime.path.chunk_shape import LISTED_KEYS, LISTED_QUERIES
 
 # Arguments that differ from chunk to chunk: one compilation must serve all values.

@@ -84,7 +84,7 @@ test-verl: $(VENV_VERL)/.installed
 $(VENV_VERL)/.installed: pyproject.toml
 	test -x $(VENV_VERL)/bin/python || $(PYTHON) -m venv $(VENV_VERL)
 	$(VENV_VERL)/bin/python -m pip install $(TORCH)
-	$(VENV_VERL)/bin/python -m pip install -e ".[test]" "$(VERL)"
+	$(VENV_VERL)/bin/python -m pip install -e ".[test]" "$(VERL)" uvicorn fastapi
 	touch $@
 
 fuzz: setup

@@ -151,6 +151,8 @@ def test_two_ranks():
 
 def test_distillation_by_verls_worker_on_two_ranks():
     """Three updates towards the largest log-probs of a teacher, each over new rows, which ranks exchange."""
+    pytest.importorskip("uvicorn")  # verl's worker imports both, and verl does not ask for them
+    pytest.importorskip("fastapi")
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.support.verl_distillation"]
     done = subprocess.run([sys.executable, "-m", *launch], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -145,6 +145,9 @@ MASKS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
         F.pad(s, (0, BLOCK - s.shape[-1] % BLOCK), value=NEVER).unflatten(-1, (-1, BLOCK)).amax(-1), m
     ),
     "forced by padding": lambda s, m: in_blocks(of_blocks(s).masked_fill(~m[..., -1:], float("inf")), m),
+    "later blocks": lambda s, m: in_blocks(
+        of_blocks(s).masked_fill(torch.arange(s.shape[-1])[:, None] < BLOCK, float("inf")), m
+    ),
     "the block after": lambda s, m: in_blocks(of_blocks(s), m.roll(1, -1)).roll(-1, -1) & m,
     "queries of a key": lambda s, m: m & torch.zeros_like(m).scatter(-1, choose(s, dim=1), True),
     "keys for queries": lambda s, m: m & chosen(s, dim=1),
@@ -182,6 +185,7 @@ class Sparse(nn.Module):
         sinks: attention has sinks.
         scale: of attention.
         blocks: every two tokens attend to each other.
+        over_padding: the index does not know of padding, as in MiniMax-M3.
     """
 
     def __init__(
@@ -195,9 +199,10 @@ class Sparse(nn.Module):
         sinks: bool = False,
         scale: float = 0.5,
         blocks: bool = False,
+        over_padding: bool = False,
     ) -> None:
         super().__init__()
-        self.blocks = blocks
+        self.blocks, self.over_padding = blocks, over_padding
         torch.manual_seed(1)
         self.windows, self.scale = windows, scale
         self.embedding, self.position = nn.Embedding(V, WIDTH), nn.Embedding(32, WIDTH)
@@ -210,6 +215,8 @@ class Sparse(nn.Module):
     def forward(self, ids: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embedding(ids) + self.position(torch.arange(ids.shape[1]))
         of_index, mask = (self._causal(ids, real, window) for window in self.windows)
+        if self.over_padding:
+            of_index = self._causal(ids, None, self.windows[0])
         for layer, project in enumerate(self.projections):
             if layer < len(self.indices):
                 read = self.indices[layer](F.layer_norm(x, (WIDTH,)), of_index, mask)
@@ -258,6 +265,7 @@ def compiled_with(model, **options):
         ({"scores": "for each head", "heads": 2, "mask": "blocks", "windows": (5, 5)}, {"chunk_size": 1}),
         ({"mask": "first block"}, {"chunk_size": 64}),
         ({"mask": "first keys", "shared": True}, {}),
+        ({"over_padding": True}, {}),
     ],
     ids=str,
 )
@@ -329,6 +337,18 @@ def test_equal_scores(scores, heads, mask):
     with pytest.raises(RuntimeContractError, match=refused) as caught:
         ids_and_mask(compiled, make_batch(rollouts(V), "left"))
     assert "topk" in caught.value.where
+
+
+@pytest.mark.parametrize(
+    ("model", "side", "reason"),
+    [
+        ({"mask": "later blocks"}, "right", "no key that a query may read"),
+        ({"over_padding": True}, "left", "padding from different masks"),
+    ],
+)
+def test_choices_that_are_refused_by_a_call(model, side, reason):
+    with pytest.raises(RuntimeContractError, match=reason):
+        ids_and_mask(compiled_with(Sparse(**model)), make_batch(rollouts(V), side))
 
 
 def test_sequences_that_begin_anywhere():

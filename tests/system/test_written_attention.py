@@ -804,10 +804,10 @@ def hidden_at_other_places(model, q, k, v, pairs):
     return (causal(q @ k.mT) * window @ v).transpose(1, 2)
 
 
-def by_exponentials_over_more(model, q, k, v, pairs):
+def by_exponentials_over_less(model, q, k, v, pairs):
     q, k, v = by_heads(q, k, v)
     powers = causal_scores(q, k).exp()
-    return (powers / (powers.sum(-1, keepdim=True) + 1) @ v).transpose(1, 2)
+    return (powers / (powers.sum(-1, keepdim=True) - 0.5) @ v).transpose(1, 2)
 
 
 def by_exponentials_over_queries(model, q, k, v, pairs):
@@ -848,7 +848,7 @@ def by_sigmoid(model, q, k, v, pairs):
         (with_changed_weights, "mul.Tensor of the weights that a softmax gives"),
         (with_scores_that_are_added_later, "capped or masked already"),
         (hidden_at_other_places, "values other than 0 and -inf"),
-        (by_exponentials_over_more, "another function of products of activations than a softmax"),
+        (by_exponentials_over_less, "another function of products of activations than a softmax"),
         (by_exponentials_over_queries, "other queries than keys"),
         (by_exponentials_over_a_number, "another function of products of activations than a softmax"),
         (by_scaled_exponentials, "values other than 0 and -inf"),

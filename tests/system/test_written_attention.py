@@ -332,6 +332,7 @@ class TabledLM(WrittenLM):
         super().__init__(*ways)
         index = torch.arange(LONGEST)
         self.buckets, distance = nn.Embedding(8, HEADS).double(), index[:, None] - index
+        self.logarithms = nn.Parameter(torch.randn(HEADS, 2 * LONGEST - 1).double())
         self.register_buffer("distance", distance.clamp(-2, 5) + 2)
         alibi = -distance.double() * torch.tensor([0.5, 0.25, 0.1, 0.0])[:, None, None]
         self.register_buffer("alibi", alibi.masked_fill(distance < 0, -torch.inf))
@@ -375,7 +376,22 @@ def by_learned_logarithms(model, q, k, v, pairs):  # KERPLE
     return (scores.masked_fill(~pairs, -1e30).softmax(-1) @ v).transpose(1, 2)
 
 
-TABLES = by_buckets, by_buckets_in_a_window, by_an_index_of_pairs, by_alibi_of_pairs, by_learned_logarithms
+def by_a_network_of_a_range(model, q, k, v, pairs):
+    (q, k, v), tokens = by_heads(q, k, v), q.shape[1]
+    rows = model.buckets(torch.arange(1 - tokens, tokens).clamp(0, 7)).tanh() @ model.qkv[0].weight[:HEADS, :HEADS]
+    sliced = model.logarithms[:, LONGEST - tokens : LONGEST - 1 + tokens]
+    bias = rows.T[:, steps(tokens) + tokens - 1] + sliced[:, steps(tokens) + tokens - 1]
+    return ((q @ k.mT + bias).masked_fill(~pairs, -1e30).softmax(-1) @ v).transpose(1, 2)
+
+
+TABLES = (
+    by_a_network_of_a_range,
+    by_buckets,
+    by_buckets_in_a_window,
+    by_an_index_of_pairs,
+    by_alibi_of_pairs,
+    by_learned_logarithms,
+)
 
 
 WHOLE = pytest.param({"chunk_size": 100}, marks=pytest.mark.slow)
@@ -606,6 +622,20 @@ def multiplied_by_the_mask(model, q, k, v, pairs):
     return (torch.where(real, weights * real, 0) @ v).transpose(1, 2)
 
 
+def quietly(model, q, k, v, pairs):  # softmax1 by exponentials
+    q, k, v = by_heads(q, k, v)
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    powers = (q @ k.mT).masked_fill(later, -torch.inf).exp()
+    return (powers / (1 + powers.sum(-1, keepdim=True)) @ v).transpose(1, 2)
+
+
+def beside_a_padded_zero(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    scores = F.pad((q @ k.mT).masked_fill(later, -torch.inf), (1, 0))
+    return (scores.softmax(-1)[..., 1:] @ v).transpose(1, 2)
+
+
 def beside_a_zero(model, q, k, v, pairs):  # softmax1
     q, k, v = by_heads(q, k, v)
     scores = (q @ k.mT).masked_fill(torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1), -torch.inf)
@@ -614,7 +644,9 @@ def beside_a_zero(model, q, k, v, pairs):  # softmax1
 
 
 def test_weights_that_are_hidden_again():
-    assert_equals_eager(WrittenLM(hidden_again, multiplied_by_the_mask, beside_a_zero), shared_ids(4, 9))
+    assert_equals_eager(
+        WrittenLM(hidden_again, multiplied_by_the_mask, beside_a_zero, quietly, beside_a_padded_zero), shared_ids(4, 9)
+    )
 
 
 def grouped_by_einsum(model, q, k, v, pairs):
@@ -772,10 +804,10 @@ def hidden_at_other_places(model, q, k, v, pairs):
     return (causal(q @ k.mT) * window @ v).transpose(1, 2)
 
 
-def by_exponentials_over_more(model, q, k, v, pairs):
+def by_exponentials_over_less(model, q, k, v, pairs):
     q, k, v = by_heads(q, k, v)
     powers = causal_scores(q, k).exp()
-    return (powers / (powers.sum(-1, keepdim=True) + 1) @ v).transpose(1, 2)
+    return (powers / (powers.sum(-1, keepdim=True) - 0.5) @ v).transpose(1, 2)
 
 
 def by_exponentials_over_queries(model, q, k, v, pairs):
@@ -816,7 +848,7 @@ def by_sigmoid(model, q, k, v, pairs):
         (with_changed_weights, "mul.Tensor of the weights that a softmax gives"),
         (with_scores_that_are_added_later, "capped or masked already"),
         (hidden_at_other_places, "values other than 0 and -inf"),
-        (by_exponentials_over_more, "another function of products of activations than a softmax"),
+        (by_exponentials_over_less, "another function of products of activations than a softmax"),
         (by_exponentials_over_queries, "other queries than keys"),
         (by_exponentials_over_a_number, "another function of products of activations than a softmax"),
         (by_scaled_exponentials, "values other than 0 and -inf"),

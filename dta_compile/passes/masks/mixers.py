@@ -15,16 +15,18 @@ from dta_compile.executable.layers import (
     RunningSpec,
     StateSpec,
 )
+from dta_compile.executable.layouts import Layout
 from dta_compile.executable.masks import MaskProgram, refusal
-from dta_compile.ops.attention import ATTENTION_MIXERS, OVER_CHOSEN, Masking
+from dta_compile.ops.attention import ATTENTION_MIXERS, OVER_CHOSEN, TABLED_ATTENTION_MIXER, Masking
 from dta_compile.ops.chosen_keys import CHOICE_MIXER, choosing_of
+from dta_compile.ops.distances import BY_DEPTH
 from dta_compile.ops.feature_tables import TABLE_ROWS
 from dta_compile.ops.library import is_random
 from dta_compile.ops.mixer import MIXERS, Mixer
 from dta_compile.passes.axes.layouts import mixer_calls, through_copies
 from dta_compile.passes.axes.token_axis import LEARNED_PROMPT, own_mixer_calls
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.graphs.nodes import First, is_float
+from dta_compile.passes.graphs.nodes import First, is_float, is_uniform
 from dta_compile.passes.graphs.operators import CASTS, RESHAPES
 from dta_compile.passes.masks.derivation import MaskPrograms, Silencers, forced_scores, padding_mask_of
 from dta_compile.passes.masks.entries import leaf_of
@@ -64,6 +66,8 @@ def mixers(program: Program) -> None:
         if masking.segments is not None:
             masking = masking._replace(segments=first.like(masking.segments))
         mask, choice = masks.of(node, masking)
+        if mixer is TABLED_ATTENTION_MIXER:
+            _require_by_depth(program, operands[-1])
         if mixer is not CHOICE_MIXER:
             query, key, value, *others = operands
             operands = query, *_with_true_heads(program, key, value), *others
@@ -79,6 +83,14 @@ def mixers(program: Program) -> None:
         states, line = _states(mixer, node), where(node)
         layers.append(AttentionLayer(index, mixer, states, line, mask, masking.softcap, *of_choice))
     program.mixers = layers
+
+
+def _require_by_depth(program: Program, table: fx.Node) -> None:
+    """Check that no entry of a table by distance is that of a column: rows may begin at different ones."""
+    for node in ancestors([table], stop=lambda node: node not in program.parameter_dependent):
+        value, is_dense = program.values[node], node not in program.parameter_dependent and not is_uniform(node)
+        if is_dense and isinstance(value, Layout) and value.token_dim is not None:
+            assert node.target is BY_DEPTH, f"{node.name} = {node.target} is read by column"
 
 
 def _recurrent(

@@ -371,7 +371,9 @@ class Rewrite:
         return self.arranger.arrange(profile, [found.batch, found.heads, [found.token], distance])
 
     def _table(self, tables: Sequence[Arranged | float]) -> fx.Node:
-        """Return the sum of tables by distance, `[B, H, S, 1]`."""
+        """Return the sum of tables by distance, `[B, H, S, 1]`, which is the same for all sequences."""
+        if any(isinstance(table, Arranged) and any(map(table.has, self.attention.batch)) for table in tables):
+            raise Mismatch("a bias by distance that differs between sequences")
         nodes = [self._column(table, self.attention.token) for table in tables if isinstance(table, Arranged)]
         marked = [by_depth(node, self.weights) for node in nodes]
         return functools.reduce(functools.partial(self.call, aten.add.Tensor), marked)

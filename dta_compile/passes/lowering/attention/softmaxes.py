@@ -4,6 +4,8 @@
     exp(x - x.logsumexp(dim, keepdim=True))               the same
     exp(x.log_softmax(dim))                               the same
     y = exp(x) * mask; y / y.sum(dim, keepdim=True)       softmax(x where the mask is not zero, else -inf) * mask
+    exp(x) / (1 + exp(x).sum(dim, keepdim=True))          softmax(x beside a zero, dim) without it; of c, log(c)
+    pad(x, (1, 0))                                        cat of zeros and x
 
 That the mask is one where it is not zero is proven with the attention (`Scores.gates`).
 """
@@ -29,10 +31,10 @@ aten = torch.ops.aten
 def spell_softmaxes(graph: fx.Graph, are_scores: Callable[[fx.Node], bool]) -> None:
     """Replace written-out softmaxes of values for which `are_scores` holds."""
     for node in list(graph.nodes):
-        if node.target not in (aten.exp.default, aten.div.Tensor):
+        if node.target not in (aten.exp.default, aten.div.Tensor, aten.constant_pad_nd.default):
             continue
         with graph.inserting_before(node):
-            new = _of_logarithm(node, are_scores) or _of_quotient(node, are_scores)
+            new = _of_logarithm(node, are_scores) or _of_quotient(node, are_scores) or _of_padding(node, are_scores)
         if new is not None and new.meta["val"].dtype is node.meta["val"].dtype:
             new.meta = {**node.meta, "val": new.meta["val"]}
             node.replace_all_uses_with(new)
@@ -54,7 +56,14 @@ def _of_logarithm(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.No
 
 def _of_quotient(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.Node | None:
     """Return the softmax that exponentials are, divided by their sum."""
-    if node.target is not aten.div.Tensor or (dim := _reduced_along(node, aten.sum.dim_IntList)) is None:
+    if node.target is not aten.div.Tensor:
+        return None
+    total, beside = node.args[1], 0.0
+    if isinstance(total, fx.Node) and total.target in (aten.add.Tensor, aten.add.Scalar) and not total.kwargs:
+        total, beside = total.args[0], number_of(total.args[1]) or 0.0
+    if (dim := _reduced_along(node, aten.sum.dim_IntList, total)) is None or (
+        total is not node.args[1] and beside <= 0
+    ):
         return None
     graph, powers, factor, hidden = node.graph, node.args[0], None, None
     if powers.target is aten.mul.Tensor and all(isinstance(arg, fx.Node) and has_tensor(arg) for arg in powers.args):
@@ -69,13 +78,30 @@ def _of_quotient(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.Nod
         hidden = call(graph, aten.eq.Scalar, factor, 0)
     if hidden is not None:
         scores = call(graph, aten.masked_fill.Scalar, scores, hidden, -math.inf)
+    if beside > 0:
+        column = call(
+            graph, aten.full_like.default, call(graph, aten.slice.Tensor, scores, dim, 0, 1), math.log(beside)
+        )
+        scores = call(graph, aten.cat.default, [column, scores], dim)
     weights = call(graph, aten._softmax.default, scores, dim, False)
+    weights = call(graph, aten.slice.Tensor, weights, dim, 1) if beside > 0 else weights
     return weights if factor is None else call(graph, aten.mul.Tensor, weights, factor)
 
 
-def _reduced_along(node: fx.Node, reduction: Any) -> int | None:
-    """Return the dimension along which the second operand of a node reduces the first one; None: it does not."""
-    value, total = node.args[:2]
+def _of_padding(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.Node | None:
+    """Return the concatenation of scores with a column that they are padded by, in front or behind."""
+    if node.target is not aten.constant_pad_nd.default or not are_scores(node.args[0]):
+        return None
+    (scores, widths), number, graph = node.args[:2], node.args[2] if len(node.args) > 2 else 0.0, node.graph
+    if list(widths) not in ([1, 0], [0, 1]) or not isinstance(number, (int, float)):
+        return None
+    column = call(graph, aten.full_like.default, call(graph, aten.slice.Tensor, scores, -1, 0, 1), number)
+    return call(graph, aten.cat.default, [column, scores] if widths[0] else [scores, column], -1)
+
+
+def _reduced_along(node: fx.Node, reduction: Any, total: Any = None) -> int | None:
+    """Return the dimension along which `total`, if not the second operand, reduces the first one; None: it does not."""
+    value, total = node.args[0], node.args[1] if total is None else total
     if not isinstance(total, fx.Node) or not has_tensor(total) or node.kwargs:
         return None
     shape = sizes(total)

@@ -26,7 +26,7 @@ from dta_compile.passes.graphs.operators import MASKED_FILLS, RANGES, RESHAPES, 
 from dta_compile.passes.lowering.attention.distances import Affine, Distances, Slope, hides
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.lowering.attention.pair_entries import Operands, operands_of, over
-from dta_compile.passes.program import ancestors, where
+from dta_compile.passes.program import ancestors, has_tensor, where
 from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
 
@@ -37,7 +37,12 @@ Known = dict[tuple[fx.Node, Labels], fx.Node]
 
 def by_depth(node: fx.Node, weights: Collection[fx.Node]) -> fx.Node:
     """Mark a table that is made of data alone, whose entries tokens read by their depth; others are made of such."""
-    return node if ancestors([node]) & set(weights) else call(node.graph, BY_DEPTH, node)
+    return node if _is_learned(node, weights) else call(node.graph, BY_DEPTH, node)
+
+
+def _is_learned(node: fx.Node, weights: Collection[fx.Node]) -> bool:
+    """Return whether a value depends on parameters, not only on their sizes."""
+    return not ancestors([node], stop=lambda one: not has_tensor(one)).isdisjoint(weights)
 
 
 class Tables(Distances):
@@ -80,18 +85,11 @@ class Tables(Distances):
         affine = self._affine(node, labels)
         if affine is not None and affine[:2] == (0, 0):
             return 0.0
-        if "q" not in labels or not self._is_bias(node, labels):
-            return None
-        if not self._is_of_distance(node, labels):
+        if "q" not in labels or not self._is_bias(node, labels) or not self._is_of_distance(node, labels):
             return None
         tested = self.tested & ancestors([node])
-        if (
-            tested
-            and not self._learned(node)
-            and (any(map(is_float, tested)) or not self._differs_by_head(node, labels))
-        ):
-            return None  # it may hide keys, too: see `split`
-        return self._of_key_0(node, labels)
+        may_hide = any(map(is_float, tested)) or (tested and not self._differs_by_head(node, labels))
+        return None if may_hide and not self._learned(node) else self._of_key_0(node, labels)  # else see `split`
 
     def _combined(self, node: fx.Node, one: Slope, other: Slope) -> Slope | None:
         if isinstance(one, fx.Node) and isinstance(other, fx.Node):
@@ -104,7 +102,7 @@ class Tables(Distances):
         return self._again(node, labels, {node.args[0]: slope})
 
     def _learned(self, node: fx.Node) -> bool:
-        return not ancestors([node]).isdisjoint(self.weights)
+        return _is_learned(node, self.weights)
 
     def _differs_by_head(self, node: fx.Node, labels: Labels) -> bool:
         return any(label is None and size != 1 for label, size in zip(labels, sizes(node), strict=True))
@@ -189,7 +187,9 @@ class Tables(Distances):
             is_number = all(size.is_number for size in sizes(node))
             return node if is_number else None
         dim = labels.index("r")
-        if not self._learned(node) or sizes(node)[dim].is_number:
+        if not self._learned(node):
+            return by_depth(call(self.graph, aten.index.Tensor, node, [None] * dim + [rows]), self.weights)
+        if sizes(node)[dim].is_number:
             return call(self.graph, aten.index.Tensor, node, [None] * dim + [by_depth(rows, self.weights)])
         if node.target is aten.slice.Tensor and argument(node, 1, "dim") % len(labels) == dim:
             start, length = argument(node, 2, "start") or 0, call(self.graph, aten.sym_size.int, node, dim)

@@ -32,6 +32,7 @@ def test_what_is_idle_is_told():
 SWITCHED_OFF = {
     "mistral": {"sliding_window": 100},
     "deepseek_v32": {"index_topk": 100},
+    "deepseek_v4": {"index_topk": 100},
     "hy_v4": {"index_topk": 100},
     "minimax_m3_vl_text": {"index_topk_blocks": 100},
 }

@@ -18,8 +18,8 @@ from dta_compile.executable.layers import (
 from dta_compile.executable.masks import MaskProgram, refusal
 from dta_compile.ops.attention import ATTENTION_MIXERS, OVER_CHOSEN, Masking
 from dta_compile.ops.chosen_keys import CHOICE_MIXER
-from dta_compile.ops.library import is_random
 from dta_compile.ops.feature_tables import TABLE_ROWS
+from dta_compile.ops.library import is_random
 from dta_compile.ops.mixer import MIXERS, Mixer
 from dta_compile.passes.axes.layouts import mixer_calls, through_copies
 from dta_compile.passes.axes.token_axis import LEARNED_PROMPT, own_mixer_calls
@@ -138,8 +138,8 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
         )
     elif mixed.node.target is TABLE_ROWS:
         hint = (
-            "pass input_ids in place of inputs_embeds, so that the placeholders of images are found among ids: here they"
-            " are found by comparing embeddings"
+            "pass input_ids in place of inputs_embeds, so that placeholders of images are found among ids, not by"
+            " comparing embeddings"
         )
     elif mixed.node.op == "call_module":
         hint = (

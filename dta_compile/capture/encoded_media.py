@@ -346,7 +346,7 @@ class Cut:
         last = list(graph.find_nodes(op="placeholder"))[-1]
         with value.fake_mode, graph.inserting_before(last.next):
             table, rows = (graph.placeholder(f"{name}_{number}") for name in ("features", "rows_of_features"))
-            # A parameter, even of a frozen encoder: else its rows would be copied for every token of the batch.
+            # A parameter, also of a frozen encoder: else its rows would be copied out for every token of the batch.
             made = torch.empty((TRACED_ROWS, int(value.shape[-1])), dtype=value.dtype, device=value.device)
             table.meta["example_value"] = torch.nn.Parameter(made, requires_grad=value.requires_grad)
             rows.meta["example_value"] = torch.empty((TRACED_ROWS,), dtype=torch.int64, device=value.device)

@@ -155,7 +155,7 @@ def _encoded(self: Any, method: Callable[..., Any], args: tuple[Any, ...], kwarg
     """Return what a method returns, with the features of all units together; Dynamo traces this.
 
     A call in a checkpoint, or with arguments of other types, is left to run as it is between two graphs: the values
-    that its tensors have in the call that is being compiled are not known.
+    that its tensors have in the call that is being compiled are not known. So is one whose features a mask selects.
     """
     tensors: list[torch.Tensor] = []
     positional = tuple([_constant(value, tensors) for value in args])
@@ -164,6 +164,8 @@ def _encoded(self: Any, method: Callable[..., Any], args: tuple[Any, ...], kwarg
         return torch.compiler.disable(method)(self, *args, **kwargs)
     handle = _handle("Encoder", self, method, positional, keyword)
     features = encode(handle, *tensors)
+    if _has_masks(handle):
+        return torch.compiler.disable(method)(self, *args, **kwargs)
     for name in _modules(handle):
         for weight in self.get_submodule(name).parameters():
             weight.requires_grad  # noqa: B018  # guarded, so that a call with other trained weights is traced anew
@@ -221,6 +223,11 @@ def _weights(handle: int) -> tuple[str, ...]:
 @torch._dynamo.assume_constant_result
 def _fields(handle: int) -> tuple[tuple[str, Any], ...]:
     return encoder_of(handle).form.fields
+
+
+@torch._dynamo.assume_constant_result
+def _has_masks(handle: int) -> bool:
+    return encoder_of(handle).form.has_masks
 
 
 @torch._dynamo.assume_constant_result

@@ -130,6 +130,7 @@ class Form:
         widths: by feature tensor `[n, D]`, its D, dtype and device.
         modules: names of the outermost submodules that the method calls.
         weights: names of the model's parameters that the method reads otherwise.
+        has_masks: a field says which features are those of placeholders, as for the sounds of Gemma 4.
     """
 
     returned: type
@@ -137,6 +138,7 @@ class Form:
     widths: tuple[tuple[int, torch.dtype, torch.device], ...]
     modules: tuple[str, ...]
     weights: tuple[str, ...]
+    has_masks: bool
 
     @property
     def per_entry(self) -> int:
@@ -295,7 +297,9 @@ class Encoder(MethodCall):
         named = self.module.named_parameters(remove_duplicate=False)
         weights = tuple(name for name, weight in named if id(weight) in others)
         self.is_trained = any(weight.requires_grad for weight in (reads.weights | inside).values())
-        self._form = Form(type(output), fields, widths, tuple(outermost), weights)
+        values_of_output = output.values() if isinstance(output, Mapping) else ()
+        has_masks = any(isinstance(value, torch.Tensor) and not value.is_floating_point() for value in values_of_output)
+        self._form = Form(type(output), fields, widths, tuple(outermost), weights, has_masks)
         self._one_by_one = bool(fields) and fields[0][1] == ("tensor", 0)
         if batch := self._batch(tuple(tensors)):
             self._bytes_per_row = reads.bytes / sum(batch.rows)

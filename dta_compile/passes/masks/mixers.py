@@ -156,8 +156,8 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
         )
     elif mixed.node.target is TABLE_ROWS:
         hint = (
-            "pass input_ids in place of inputs_embeds, so that the placeholders of images are found among ids: here"
-            " they are found by comparing embeddings"
+            "pass input_ids in place of inputs_embeds, so that placeholders of images are found among ids, not by"
+            " comparing embeddings"
         )
     elif mixed.node.op == "call_module":
         hint = (

@@ -78,10 +78,11 @@ class Caching(TinyLM):
 
 
 class Growing(TinyLM):
-    """A mask that is made anew for more tokens than it has, and cut to fewer."""
+    """A mask that is made anew for more tokens than it has, and cut to fewer, the first ones or the last ones."""
 
-    def __init__(self):
+    def __init__(self, last):
         super().__init__()
+        self.last = last
         self.register_buffer("ahead", None, persistent=False)
 
     def hidden(self, ids, mask=None):
@@ -90,7 +91,8 @@ class Growing(TinyLM):
             self.register_buffer("ahead", torch.ones(tokens, tokens, dtype=torch.bool).triu(1), persistent=False)
         x = self.embedding(ids)
         scores = x @ x.mT
-        scores = scores.masked_fill(self.ahead[:tokens, :tokens], -torch.finfo(scores.dtype).max)
+        ahead = self.ahead[..., -tokens:, -tokens:] if self.last else self.ahead[:tokens, :tokens]
+        scores = scores.masked_fill(ahead, -torch.finfo(scores.dtype).max)
         return x + scores.softmax(-1) @ x
 
 
@@ -132,8 +134,9 @@ def test_a_table_of_the_latest_length_serves_later_steps():
     check(Caching(), 9, 9, 12)
 
 
-def test_a_table_of_exactly_the_length_is_cut_to_it():
-    check(Growing(), 9, 9, 7)
+@pytest.mark.parametrize("last", [False, True])
+def test_a_table_of_exactly_the_length_is_cut_to_it(last):
+    check(Growing(last), *(9, 9) if last else (9, 9, 7))
 
 
 @pytest.mark.parametrize(("model", "tokens"), [(Slicing, 9), (Masking, 6), (Learned, 12), (Reshaping, 9)])

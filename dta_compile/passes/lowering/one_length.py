@@ -164,14 +164,19 @@ class OneLength:
         return self.symbol in expression(size).free_symbols
 
     def _selected(self, table: torch.Tensor, index: Any) -> torch.Tensor:
-        """Cut a table along the first axes of which a slice takes as many entries as it has."""
-        wanted: list[Any] = [None] * table.dim()
-        for dim, item in enumerate(index if isinstance(index, tuple) else [index]):
-            if not isinstance(item, slice) or dim >= len(wanted):
-                break
-            is_all = isinstance(item.stop, torch.SymInt) and expression(item.stop) == self.symbol
-            wanted[dim] = item.stop if is_all else None
-        return self._cut(table, wanted)
+        """Cut a table along the axes of which a slice takes as many entries as it has, `[:n]` or `[-n:]`."""
+        items = list(index) if isinstance(index, tuple) else [index]
+        wanted: list[Any] = []
+        for item in items:
+            skipped = table.dim() - sum(map(_axes_of, items)) if item is Ellipsis else _axes_of(item)
+            wanted += [self.size if self._takes_all(item) else None] * skipped
+        return self._cut(table, [*wanted, *[None] * (table.dim() - len(wanted))])
+
+    def _takes_all(self, item: Any) -> bool:
+        if not isinstance(item, slice):
+            return False
+        start, stop = (0 if one is None else expression(one) for one in (item.start, item.stop))
+        return (start, stop) in ((0, self.symbol), (-self.symbol, 0))
 
     def _indexed(self, value: torch.Tensor, index: Any) -> Any:
         items = list(index) if isinstance(index, tuple) else [index]

@@ -384,8 +384,16 @@ def by_a_network_of_a_range(model, q, k, v, pairs):
     return ((q @ k.mT + bias).masked_fill(~pairs, -1e30).softmax(-1) @ v).transpose(1, 2)
 
 
+def by_parts_of_more(model, q, k, v, pairs):
+    (q, k, v), tokens = by_heads(q, k, v), q.shape[1]
+    of_all = model.buckets(steps(LONGEST).clamp(0, 7)).permute(2, 0, 1)
+    bias = of_all[:, :tokens, :tokens] * model.scale[:, None, None] + of_all.tanh()[:, -tokens:, -tokens:]
+    return ((q @ k.mT + bias).masked_fill(~pairs, -1e30).softmax(-1) @ v).transpose(1, 2)
+
+
 TABLES = (
     by_a_network_of_a_range,
+    by_parts_of_more,
     by_buckets,
     by_buckets_in_a_window,
     by_an_index_of_pairs,

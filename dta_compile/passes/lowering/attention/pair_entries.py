@@ -15,9 +15,17 @@ from torch.utils._sympy.functions import FloorDiv
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.axes.shape_rules import Labels, labelled_source, labels_in, reshape_groups
 from dta_compile.passes.graphs.nodes import is_pointwise
-from dta_compile.passes.graphs.operators import CASTS, MATRIX_PRODUCTS, RESHAPES, SQUEEZES, UNTAGGED_POINTWISE
+from dta_compile.passes.graphs.operators import (
+    CASTS,
+    MATRIX_PRODUCTS,
+    RANGES,
+    RESHAPES,
+    SQUEEZES,
+    UNTAGGED_POINTWISE,
+)
+from dta_compile.passes.lowering.experts.slot_numbers import counts_from_zero
 from dta_compile.passes.program import has_tensor
-from dta_compile.passes.symbols import sizes
+from dta_compile.passes.symbols import expression, sizes
 
 aten = torch.ops.aten
 
@@ -56,6 +64,35 @@ def operands_of(node: fx.Node, labels: Labels) -> Operands | None:
     if node.target in (aten.slice.Tensor, aten.cat.default) and labels[argument(node, 1, "dim") or 0] is None:
         return [(part, labels) for part in (source if node.target is aten.cat.default else [source])]
     return None
+
+
+def cut_from(node: fx.Node, labels: Labels) -> tuple[fx.Node, Labels] | None:
+    """Return the value over more tokens of which a node takes the first queries or keys, and its labels; or as many
+    further ones of both, whose pairs are as far apart. None for other nodes."""
+    if node.op != "call_function" or node.target not in (aten.slice.Tensor, aten.index_select.default):
+        return None
+    source, dim = node.args[0], argument(node, 1, "dim") or 0
+    if labels[dim] not in ("q", "k"):
+        return None
+    if node.target is aten.index_select.default:
+        is_first = node.args[2].target in RANGES and counts_from_zero(node.args[2])
+        return (source, labels) if is_first else None
+    start = _start(node)
+    if start == 0:
+        return source, labels
+    if source.target is not aten.slice.Tensor or start is None or _start(source) != start:
+        return None
+    dims, shape = {dim % len(labels), (argument(source, 1, "dim") or 0) % len(labels)}, sizes(source.args[0])
+    are_both = {labels[dim] for dim in dims} == {"q", "k"} and len({shape[dim] for dim in dims}) == 1
+    return (source.args[0], labels) if are_both else None
+
+
+def _start(node: fx.Node) -> sympy.Expr | None:
+    """Return the first index of a slice of adjacent entries, as it is written."""
+    if argument(node, 4, "step") not in (None, 1):
+        return None
+    start = argument(node, 2, "start") or 0
+    return expression(start.meta["val"] if isinstance(start, fx.Node) else start)
 
 
 def _spread(labels: Labels, dims: Collection[int], rank: int) -> Labels:

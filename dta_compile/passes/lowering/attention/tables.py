@@ -23,9 +23,9 @@ from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.axes.shape_rules import Labels, labels_in
 from dta_compile.passes.graphs.nodes import call, filled_with, is_float
 from dta_compile.passes.graphs.operators import MASKED_FILLS, RANGES, RESHAPES, SUMS
-from dta_compile.passes.lowering.attention.distances import Affine, Distances, Slope, hides
+from dta_compile.passes.lowering.attention.distances import Affine, Distances, Slope, hides, positions
 from dta_compile.passes.lowering.attention.factors import number_of
-from dta_compile.passes.lowering.attention.pair_entries import Operands, operands_of, over
+from dta_compile.passes.lowering.attention.pair_entries import Operands, cut_from, operands_of, over
 from dta_compile.passes.program import ancestors, has_tensor, where
 from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
@@ -144,7 +144,7 @@ class Tables(Distances):
         operands = operands_of(node, labels)
         if operands and all(self._is_of_distance(*operand) for operand in operands):
             return True
-        if (picked := self._picked(node, labels)) is not None:
+        if (picked := self._picked(node, labels) or self._cut(node, labels)) is not None:
             self.known[node, labels] = picked
             return True
         if not self._is_table(node, labels):
@@ -181,12 +181,25 @@ class Tables(Distances):
             return picked
         return call(self.graph, aten.unsqueeze.default, picked, dim + own.index("k"))
 
+    def _cut(self, node: fx.Node, labels: Labels) -> fx.Node | None:
+        """Build the entries of key 0 of what a learned value over more tokens is cut to; None if they are none."""
+        if "k" not in labels or not self._learned(node) or (cut := cut_from(node, labels)) is None:
+            return None
+        if not self._is_of_distance(*cut):
+            return None
+        table, dim = self._of_key_0(*cut), labels.index("q")
+        length, like = call(self.graph, aten.sym_size.int, node, dim), node.meta["val"]
+        with like.fake_mode:
+            rows = positions(self.graph, length, torch.empty(0, dtype=torch.int64, device=like.device))
+        return self._at_rows(table, tuple("r" if label == "q" else None for label in labels), rows)
+
     def _at_rows(self, node: fx.Node, labels: Labels, rows: fx.Node) -> fx.Node | None:
         """Build the entries of a value at some rows, those along the dimension "r"; None if they depend on others."""
         if "r" not in labels:
             is_number = all(size.is_number for size in sizes(node))
             return node if is_number else None
         dim = labels.index("r")
+        node = node.args[0] if node.target is BY_DEPTH else node
         if not self._learned(node):
             return by_depth(call(self.graph, aten.index.Tensor, node, [None] * dim + [rows]), self.weights)
         if sizes(node)[dim].is_number:

@@ -306,7 +306,7 @@ def test_branches_of_the_tree_choose_keys_of_their_own(monkeypatch, chunk_size, 
     assert window or len({keys for depth, keys in by_tree if depth == 14}) > 1  # below the last fork
 
 
-@pytest.mark.parametrize("mask", ["transformers", "deepseek"])
+@pytest.mark.parametrize("mask", ["transformers", pytest.param("deepseek", marks=pytest.mark.slow)])
 def test_rows_of_fewer_tokens_than_an_index_chooses(mask):
     model = Sparse(mask=mask)
     compiled = compiled_with(model)

@@ -151,7 +151,8 @@ def deepseek(implementation: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("implementation", ["dta", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["dta", "eager"])
 def test_deepseek(implementation):
     model, dense, exact = deepseek(implementation), deepseek("dta"), deepseek("eager")
     for one in (dense, exact):

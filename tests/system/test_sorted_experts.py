@@ -420,6 +420,7 @@ def test_an_order_that_no_sort_promises_is_refused_behind_the_last_attention():
         torch.compile(Model(Summed), backend="dta", options=SMALL_CHUNKS)(shared_ids(6, 12))
 
 
+@pytest.mark.slow
 def test_numbers_of_tensors_in_a_loss_end_the_graph_as_ever():
     torch._dynamo.reset()
     model, ids = Once(lambda: nn.Linear(WIDTH, WIDTH)), shared_ids(4, 7)

@@ -43,7 +43,8 @@ def check(name, compiled, model, rows, more=lambda call: {}, tolerance=FLOAT32_I
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "idefics3" else name for name in NAMES]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("idefics3", "gemma3") else name for name in NAMES],
 )
 def test_images_are_encoded_once_and_shared(name):
     model = build(name)

@@ -72,6 +72,12 @@ def minimax(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return mask & keys.repeat_interleave(HEADS // keys.shape[1], 1)
 
 
+def first_for_none(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask that also has the first key where fewer keys than are chosen may be read."""
+    values, index = scores.topk(min(KEYS, scores.shape[-1]))
+    return mask & torch.zeros_like(mask).scatter(-1, index.masked_fill(values == NEVER, 0.0), True)
+
+
 def first_block(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return a mask of the first block and of the best of the others."""
     best = of_blocks(scores)
@@ -145,6 +151,7 @@ MASKS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
         F.pad(s, (0, BLOCK - s.shape[-1] % BLOCK), value=NEVER).unflatten(-1, (-1, BLOCK)).amax(-1), m
     ),
     "forced by padding": lambda s, m: in_blocks(of_blocks(s).masked_fill(~m[..., -1:], float("inf")), m),
+    "first for none": first_for_none,
     "later blocks": lambda s, m: in_blocks(
         of_blocks(s).masked_fill(torch.arange(s.shape[-1])[:, None] < BLOCK, float("inf")), m
     ),
@@ -403,6 +410,7 @@ REFUSED = [
     ({"windows": (8, 5)}, "a window of 8 in the index, and a window of 5 in attention"),
     ({"windows": (None, 5), "mask": "finite"}, "all keys in the index, and a window of 5 in attention"),
     ({"filler": -1e9}, "-1e[+]09 in the mask of the index"),
+    ({"mask": "first for none"}, "indices of scores of -inf that are other ones"),
     ({"mask": "finite for others", "scale": 1e6}, "scores so large"),
 ]
 

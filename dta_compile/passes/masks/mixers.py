@@ -25,7 +25,7 @@ from dta_compile.ops.library import is_random
 from dta_compile.ops.mixer import MIXERS, Mixer
 from dta_compile.passes.axes.layouts import mixer_calls, through_copies
 from dta_compile.passes.axes.token_axis import LEARNED_PROMPT, own_mixer_calls
-from dta_compile.passes.contracts import contract
+from dta_compile.passes.contracts import ContractError, contract
 from dta_compile.passes.graphs.nodes import First, is_float, is_uniform
 from dta_compile.passes.graphs.operators import CASTS, RESHAPES
 from dta_compile.passes.masks.derivation import MaskPrograms, Silencers, forced_scores, padding_mask_of
@@ -89,8 +89,9 @@ def _require_by_depth(program: Program, table: fx.Node) -> None:
     """Check that no entry of a table by distance is that of a column: rows may begin at different ones."""
     for node in ancestors([table], stop=lambda node: node not in program.parameter_dependent):
         value, is_dense = program.values[node], node not in program.parameter_dependent and not is_uniform(node)
-        if is_dense and isinstance(value, Layout) and value.token_dim is not None:
-            assert node.target is BY_DEPTH, f"{node.name} = {node.target} is read by column"
+        is_by_token = is_dense and isinstance(value, Layout) and value.token_dim is not None
+        if is_by_token and node.target is not BY_DEPTH:
+            raise ContractError(f"a table by distance is made of {node.name} = {node.target}, read by column")
 
 
 def _recurrent(

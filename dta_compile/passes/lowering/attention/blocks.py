@@ -243,10 +243,11 @@ def _indices(node: fx.Node) -> tuple[fx.Node, sympy.Expr | None] | None:
     else:
         return None
     found = _indices(source)
-    number = filler if isinstance(filler, int) else filler.meta["val"]
-    if isinstance(number, torch.Tensor):
-        number = number_of(filler)
-    if found is None or number is None or number != int(number) or not _is_none(condition, found[0]):
+    is_size = isinstance(filler, fx.Node) and not isinstance(filler.meta["val"], torch.Tensor)
+    number = filler.meta["val"] if is_size else number_of(filler)
+    if isinstance(number, float):
+        number = int(number) if number.is_integer() else None
+    if found is None or number is None or not _is_none(condition, found[0]):
         return None
     return found[0], expression(number)
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import call
 from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, KEEP_ORDER, MASKED_FILLS
 from dta_compile.passes.lowering.attention.factors import number_of
@@ -59,7 +60,8 @@ def _of_quotient(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.Nod
     if node.target is not aten.div.Tensor:
         return None
     total, beside = node.args[1], 0.0
-    if isinstance(total, fx.Node) and total.target in (aten.add.Tensor, aten.add.Scalar) and not total.kwargs:
+    sums = (aten.add.Tensor, aten.add.Scalar)
+    if isinstance(total, fx.Node) and total.target in sums and argument(total, 2, "alpha") in (None, 1):
         total, beside = total.args[0], number_of(total.args[1]) or 0.0
     if (dim := _reduced_along(node, aten.sum.dim_IntList, total)) is None or (
         total is not node.args[1] and beside <= 0

@@ -24,6 +24,10 @@ class MissingPackageError(DTAError, ImportError):
     """A feature needs a package that is not installed; `hint` says how to install it."""
 
 
+class MissingTorchPartError(DTAError, ImportError):
+    """The installed torch lacks a private part that this package builds on; `got` names it."""
+
+
 class OptionError(DTAError, ValueError):
     """An option is unknown or has an unusable value."""
 

@@ -1,0 +1,66 @@
+"""The only place that touches private parts of torch: everything else imports them from the modules in here.
+
+A torch without one of them gets a `MissingTorchPartError`, which says what it was needed for. Parts that we can do
+without are in `regions` and `inductor`, which say so by a warning. `probe` names everything that is missing at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from dta_compile.errors import MissingTorchPartError
+
+MODULES = ("autograd", "dynamo", "frames", "operators", "sizes", "tensors", "tracing")
+MARK = "_dta_wrappers"  # attribute of a wrapped function: the names of our wrappers around it
+
+
+@contextlib.contextmanager
+def needed_for(purpose: str) -> Iterator[None]:
+    """Turn a failing import of private parts of torch into a `MissingTorchPartError` that says what they are for."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise _missing(str(error), purpose) from error
+
+
+def wrap_once(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """Replace a function or method of torch by `wrapper` of it, once, however often the caller's module is loaded.
+
+    Raises `MissingTorchPartError` if `owner`, a class or module, has no such function.
+    """
+    original = getattr(owner, name, None)
+    if original is None:
+        raise _missing(f"{owner.__name__} has no {name}", f"{wrapper.__module__.removeprefix('dta_compile.')}")
+    own, known = f"{wrapper.__module__}.{wrapper.__qualname__}", getattr(original, MARK, ())
+    if own not in known:
+        wrapped = functools.wraps(original)(wrapper(original))
+        setattr(wrapped, MARK, (*known, own))
+        setattr(owner, name, wrapped)
+
+
+def probe() -> None:
+    """Import every module of this package; raise one `MissingTorchPartError` that lists all that torch lacks."""
+    missing: list[MissingTorchPartError] = []
+    for name in MODULES:
+        try:
+            importlib.import_module(f"{__name__}.{name}")
+        except MissingTorchPartError as error:
+            missing.append(error)
+    if missing:
+        raise _missing("; ".join(error.got for error in missing), "; ".join(error.where for error in missing))
+
+
+def _missing(got: str, purpose: str) -> MissingTorchPartError:
+    return MissingTorchPartError(
+        f"torch {torch.__version__} lacks a part that dta_compile builds on",
+        where=purpose,
+        expected="torch 2.11 to 2.15, which the tests are run with",
+        got=got,
+        hint="install one of these versions of torch, or a newer dta_compile",
+    )

@@ -1,0 +1,48 @@
+"""Dynamo: its configuration, errors, guards, variables, and the classes whose methods capture wraps."""
+
+from dta_compile.torch_compat import needed_for
+
+with needed_for("capturing a model's graph"):
+    from torch._dynamo import config, maybe_mark_dynamic, trace_rules, utils
+    from torch._dynamo.cache_size import _has_same_id_matched_objs as has_same_objects
+    from torch._dynamo.callback import callback_handler
+    from torch._dynamo.eval_frame import OptimizedModule, innermost_fn, skip_code
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list as cache_entries_of
+    from torch._dynamo.exc import (
+        BackendCompilerFailed,
+        RestartAnalysis,
+        ShortenTraceback,
+        TensorifyScalarRestartAnalysis,
+        Unsupported,
+        UnspecializeRestartAnalysis,
+    )
+    from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder
+    from torch._dynamo.output_graph import OutputGraph
+    from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.source import ConstantSource, NumpyTensorSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
+    from torch._dynamo.utils import get_hook_for_recompile_user_context, register_hook_for_recompile_user_context
+    from torch._dynamo.variables import (
+        ConstantVariable,
+        LazyVariableTracker,
+        ListVariable,
+        NewGlobalVariable,
+        SliceVariable,
+        TensorVariable,
+        TorchInGraphFunctionVariable,
+        TupleVariable,
+        UnspecializedNNModuleVariable,
+        UserDefinedObjectVariable,
+        UserFunctionVariable,
+        builder,
+    )
+    from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
+    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.functions import WrapperUserFunctionVariable
+    from torch._dynamo.variables.lists import BaseListVariable
+    from torch._dynamo.variables.tensor import SymNodeVariable
+    from torch._guards import CompileContext, Source
+
+# The guard that a module has no hooks, which Dynamo names after the method that makes it.
+with needed_for("noticing hooks that are registered after the first call"):
+    NO_HOOKS = GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT.__name__

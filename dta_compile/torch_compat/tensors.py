@@ -1,0 +1,28 @@
+"""Tensors without values, tensors that stand for others, and modes of the dispatcher."""
+
+from dta_compile.torch_compat import needed_for
+
+with needed_for("tensors without values"):
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+    from torch._subclasses.functional_tensor import (
+        FunctionalTensor,
+        FunctionalTensorMode,
+        mb_unwrap_functional_tensor,
+    )
+
+with needed_for("tensors that stand for a result"):
+    from torch._C import DisableTorchFunction
+    from torch._C import _disabled_torch_function_impl as no_torch_function
+    from torch._prims_common import clone_preserve_strides
+
+with needed_for("code that runs below the user's modes"):
+    from torch._C import _DisableAutocast as DisableAutocast
+    from torch.overrides import _get_current_function_mode_stack as function_modes
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes as without_modes
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
+
+with needed_for("results that are nested in lists and dictionaries"):
+    from torch.utils import _pytree as pytree
+    from torch.utils._pytree import tree_leaves, tree_map

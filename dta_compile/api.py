@@ -8,12 +8,12 @@ from typing import Any, NoReturn
 import torch
 
 from dta_compile import records
-from dta_compile.capture import dynamo
 from dta_compile.errors import OptionError, RefusalError
 from dta_compile.explanation import Explanation, explain_engine
 from dta_compile.plan import Plan
 from dta_compile.runtime import streaming
 from dta_compile.runtime.interception import Intercepted, intercept
+from dta_compile.torch_compat import frames
 
 
 def last_plan(compiled: Any) -> Plan:
@@ -81,7 +81,7 @@ def explain(fn: Any, *args: Any, **kwargs: Any) -> Explanation:
         The regions, attention layers with their mask class, prefix-key inputs, frontier tensors with bytes and a plan
         summary; for a refused call the reason with the user's line.
     """
-    compiled = torch.compile(dynamo.uncompiled(fn), backend=_explain_backend)
+    compiled = torch.compile(frames.uncompiled(fn), backend=_explain_backend)
     with intercept(_leave_with_explanation):
         try:
             compiled(*args, **kwargs)

@@ -18,6 +18,7 @@ from dta_compile.capture.classify import Captured
 from dta_compile.errors import OptionError, RefusalError
 from dta_compile.plan import Plan
 from dta_compile.runtime.engine import Engine
+from dta_compile.torch_compat import frames
 
 logger = logging.getLogger("dta_compile")
 
@@ -110,7 +111,7 @@ _last_break: list[str] = []
 
 def current() -> Record:
     """Return the record of the callable being compiled (a new one if Dynamo runs without torch.compile)."""
-    return _of_wrapper(dynamo.current_compile_wrapper())
+    return _of_wrapper(frames.current_compile_wrapper())
 
 
 class _Users:
@@ -131,7 +132,7 @@ class _Users:
         """Add a callable, whose call is running now."""
         self._is_wanted()
         self.records.append(record)
-        context = dynamo.calling_context()
+        context = frames.calling_context()
         if context is not None and self.compilation is not None:
             self.alive.add(id(context))
             weakref.finalize(context, self.remove, id(context)).atexit = False
@@ -167,7 +168,7 @@ def recorded(engine: Engine) -> Callable[..., tuple[Any, ...]]:
             return engine(*args)
         finally:
             if engine.last_plan is not before:
-                record = _of_wrapper(dynamo.calling_wrapper())
+                record = _of_wrapper(frames.calling_wrapper())
                 record.plan = engine.last_plan
                 if engine not in record.engines:
                     record.engines.append(engine)
@@ -178,7 +179,7 @@ def recorded(engine: Engine) -> Callable[..., tuple[Any, ...]]:
 
 def of(compiled: Any) -> Record:
     """Return the record of a compiled function or module; raise `OptionError` for anything else."""
-    wrapper = dynamo.compile_wrapper_of(compiled)
+    wrapper = frames.compile_wrapper_of(compiled)
     if wrapper is None:
         raise OptionError(
             "not a compiled function or module",

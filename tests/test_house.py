@@ -130,6 +130,24 @@ def test_what_is_compiled_needs_nothing_of_its_compilation():
     assert not [name for name in found if name.split(".")[1] in ("passes", "capture", "runtime")]
 
 
+def private_parts(tree):
+    """What a module names of torch that is not public: imported, or as an attribute, but for private operators."""
+    names = {f"{module}.{name}" for module, name in imports(tree)}
+    names |= {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for name in names:
+        of, *path = name.split(".")
+        is_private = any(part.startswith("_") and not part.endswith("__") for part in path)
+        if of == "torch" and "(" not in name and (is_private or path[:2] == ["fx", "experimental"]) and path[0] != "ops":
+            yield name
+
+
+def test_private_parts_of_torch_stand_in_one_place():
+    found = {name: list(private_parts(ast.parse(path.read_text()))) for name, path in HOUSE.files.items()}
+    inside = {name for name in found if name.split(".")[1:2] == ["torch_compat"]}
+    assert sum(len(found[name]) for name in inside) > 100
+    assert not {name: parts for name, parts in found.items() if parts and name not in inside}
+
+
 def test_folders_can_be_taken_in_at_one_look():
     sizes = collections.Counter(path.parent for path in HOUSE.files.values())
     assert not {str(folder): size for folder, size in sizes.items() if size > MOST_FILES}

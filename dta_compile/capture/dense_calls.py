@@ -13,14 +13,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo.eval_frame import OptimizedModule
-from torch._dynamo.exc import Unsupported
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables.builder import VariableBuilder
-from torch._dynamo.variables.functions import WrapperUserFunctionVariable
-from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
 from dta_compile.capture import dynamo
+from dta_compile.torch_compat import frames, wrap_once
+from dta_compile.torch_compat.autograd import peek_interpreter_stack
+from dta_compile.torch_compat.dynamo import (
+    InstructionTranslator,
+    OptimizedModule,
+    UnspecializedNNModuleVariable,
+    Unsupported,
+    VariableBuilder,
+    WrapperUserFunctionVariable,
+)
 
 COMPILED = "_dta_compiled"  # attribute of an `OutputGraph`: ids of modules that are compiled for this backend
 SAID = "_dta_said"  # attribute of a compiled function: the warning has been logged
@@ -34,28 +38,22 @@ def warn(has_graphs: Callable[[Any], bool]) -> None:
     Args:
         has_graphs: returns whether the compiled function of a compiler of Dynamo's got any graph with attention.
     """
-    of_failures = functools.partial(_noticing_failures, has_graphs=has_graphs)
-    _patch(VariableBuilder, "_wrap", _noting_wrappers)
-    _patch(UnspecializedNNModuleVariable, "call_function", _noticing_other_backends)
-    _patch(WrapperUserFunctionVariable, "call_function", _noticing_other_backends)
-    _patch(InstructionTranslator, "__init__", of_failures)  # raises inside torch.func
-    _patch(InstructionTranslator, "run", of_failures)
 
+    def noticing_failures(trace: Callable[..., None]) -> Callable[..., None]:
+        return _noticing_failures(trace, has_graphs)
 
-def _patch(owner: type, name: str, noticing: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    method = getattr(owner, name)
-    if not hasattr(method, "of_dense_calls"):
-        noticed = noticing(method)
-        noticed.of_dense_calls = True  # type: ignore[attr-defined]
-        setattr(owner, name, noticed)
+    wrap_once(VariableBuilder, "_wrap", _noting_wrappers)
+    wrap_once(UnspecializedNNModuleVariable, "call_function", _noticing_other_backends)
+    wrap_once(WrapperUserFunctionVariable, "call_function", _noticing_other_backends)
+    wrap_once(InstructionTranslator, "__init__", noticing_failures)  # raises inside torch.func
+    wrap_once(InstructionTranslator, "run", noticing_failures)
 
 
 def _noting_wrappers(wrap: Callable[..., Any]) -> Callable[..., Any]:
     """Note the module inside a compiled one, because Dynamo unwraps compiled modules."""
 
-    @functools.wraps(wrap)
     def _wrap(self: Any, value: Any) -> Any:
-        if type(value) is OptimizedModule and dynamo.is_ours(value):
+        if type(value) is OptimizedModule and frames.is_ours(value):
             vars(self.tx.output).setdefault(COMPILED, set()).add(id(value._orig_mod))
         return wrap(self, value)
 
@@ -63,11 +61,10 @@ def _noting_wrappers(wrap: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noticing_other_backends(call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
     def call_function(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         called = getattr(self, "wrapper_obj", None) or self.value
         is_noted = id(called) in getattr(tx.output, COMPILED, ())
-        if not dynamo.is_ours(tx.output.compiler_fn) and (is_noted or _is_compiled(called)):
+        if not frames.is_ours(tx.output.compiler_fn) and (is_noted or _is_compiled(called)):
             at = tx.frame_summary()
             _say_inlined(f"{at.filename}:{at.lineno}: {at.line}")
         return call(self, tx, *args, **kwargs)
@@ -77,20 +74,19 @@ def _noticing_other_backends(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_compiled(called: Any) -> bool:
     compiled = getattr(called, "_compiled_call_impl", called)  # set by `module.compile()`
-    return hasattr(compiled, "_torchdynamo_inline") and dynamo.is_ours(compiled)
+    return hasattr(compiled, "_torchdynamo_inline") and frames.is_ours(compiled)
 
 
 def _noticing_failures(trace: Callable[..., None], has_graphs: Callable[[Any], bool]) -> Callable[..., None]:
-    @functools.wraps(trace)
     def trace_noticed(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             trace(self, *args, **kwargs)
         except Unsupported as error:
             compiler = self.output.compiler_fn
-            if dynamo.is_ours(compiler) and torch.is_grad_enabled():
+            if frames.is_ours(compiler) and torch.is_grad_enabled():
                 cause, code = dynamo.cause(error), self.f_code
                 function = f"{code.co_name} at {code.co_filename}:{code.co_firstlineno}"
-                dynamo.call_when_left(functools.partial(_say_if_dense, compiler, has_graphs, function, cause))
+                frames.call_when_left(functools.partial(_say_if_dense, compiler, has_graphs, function, cause))
             raise
 
     return trace_noticed
@@ -98,11 +94,11 @@ def _noticing_failures(trace: Callable[..., None], has_graphs: Callable[[Any], b
 
 def _say_if_dense(compiler: Any, has_graphs: Callable[[Any], bool], function: str, cause: str) -> None:
     """Warn once per compiled function, unless the call raises an error that explains itself."""
-    wrapper = dynamo.compile_wrapper_of(compiler)
+    wrapper = frames.compile_wrapper_of(compiler)
     if sys.exc_info()[0] is None and not hasattr(wrapper, SAID) and not has_graphs(compiler):
         setattr(wrapper, SAID, True)
         hint = " (torch.func.grad, vmap and others have to be inside of the compiled function)"
-        is_of_transforms = torch._C._functorch.peek_interpreter_stack() is not None
+        is_of_transforms = peek_interpreter_stack() is not None
         logger.warning(
             "dta: a compiled call shares no prefixes: torch.compile gave up on %s, which runs as it is: %s%s",
             function,

@@ -8,38 +8,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import gc
 import inspect
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
-import torch._dynamo
 from torch import fx
-from torch._dynamo import utils
-from torch._dynamo.cache_size import _has_same_id_matched_objs
-from torch._dynamo.callback import callback_handler
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._dynamo.exc import (
-    BackendCompilerFailed,
-    RestartAnalysis,
-    ShortenTraceback,
-    TensorifyScalarRestartAnalysis,
-    UnspecializeRestartAnalysis,
-)
-from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder
-from torch._dynamo.output_graph import OutputGraph
-from torch._dynamo.source import NumpyTensorSource
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.utils import get_hook_for_recompile_user_context, register_hook_for_recompile_user_context
-from torch._dynamo.variables import builder
-from torch._guards import CompileContext
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx.experimental import _config as symbolic_shape_config
-from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from dta_compile.capture.repeated_layers import traced_once
 from dta_compile.errors import OptionError, RefusalError
@@ -48,6 +24,33 @@ from dta_compile.integrations.checkpoint_flags import CheckpointFlags
 from dta_compile.integrations.fully_shard import Sharded
 from dta_compile.options import Options
 from dta_compile.passes.symbols import hint
+from dta_compile.passes.tracing import attribute_set
+from dta_compile.torch_compat import frames, wrap_once
+from dta_compile.torch_compat.dynamo import (
+    BackendCompilerFailed,
+    CompileContext,
+    DeletedGuardManagerWrapper,
+    GuardBuilder,
+    InstructionTranslator,
+    NumpyTensorSource,
+    OutputGraph,
+    RestartAnalysis,
+    ShortenTraceback,
+    TensorifyScalarRestartAnalysis,
+    UnspecializeRestartAnalysis,
+    builder,
+    cache_entries_of,
+    callback_handler,
+    get_hook_for_recompile_user_context,
+    has_same_objects,
+    maybe_mark_dynamic,
+    register_hook_for_recompile_user_context,
+    utils,
+)
+from dta_compile.torch_compat.dynamo import config as dynamo_config
+from dta_compile.torch_compat.sizes import SymT, symbol_is_type
+from dta_compile.torch_compat.sizes import config as symbolic_shape_config
+from dta_compile.torch_compat.tensors import unset_fake_temporarily
 
 MARKED = "_dta_marked_dynamic"
 SELECTIONS = "capture_dynamic_output_shape_ops"
@@ -65,7 +68,6 @@ _given_up: list[tuple[Any, str]] = []
 _has_given_up: set[Any] = set()
 # Ids of compilations whose graphs do not count towards Dynamo's recompile limit.
 _uncounted: set[Any] = set()
-EVAL_FRAME = torch._dynamo.eval_frame.__file__
 
 
 class _TraceAgain(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
@@ -97,7 +99,7 @@ def _mark(example: torch.Tensor, traced: torch.Tensor) -> bool:
     fixed = [dim for dim in range(counted) if isinstance(traced.shape[dim], int) and traced.shape[dim] > 1]
     if not fixed or getattr(example, MARKED, False):
         return False
-    torch._dynamo.maybe_mark_dynamic(example, fixed)
+    maybe_mark_dynamic(example, fixed)
     setattr(example, MARKED, True)
     return True
 
@@ -118,17 +120,15 @@ def _mark_at_hand(translator: Any) -> None:
 def _with_marked_arrays(choose_sizes: Callable[..., Any]) -> Callable[..., Any]:
     """Mark numpy arrays whenever Dynamo chooses the sizes of an input, because each trace makes new tensors of them."""
 
-    @functools.wraps(choose_sizes)
     def choose_sizes_marked(example: Any, translator: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(source, NumpyTensorSource) and is_ours(translator.output.compiler_fn):
+        if isinstance(source, NumpyTensorSource) and frames.is_ours(translator.output.compiler_fn):
             _mark(example, example)
         return choose_sizes(example, translator, source, *args, **kwargs)
 
     return choose_sizes_marked
 
 
-if not hasattr(builder._automatic_dynamic, "__wrapped__"):
-    builder._automatic_dynamic = _with_marked_arrays(builder._automatic_dynamic)
+wrap_once(builder, "_automatic_dynamic", _with_marked_arrays)
 
 
 def allow_one_more_graph() -> None:
@@ -145,8 +145,8 @@ def allow_one_more_graph() -> None:
         register_hook_for_recompile_user_context(_leave_out_uncounted)  # again after `torch._dynamo.reset()`
     here = CompileContext.current_compile_id()
     _uncounted.add(here)
-    if here is not None and (here.frame_compile_id or 0) + 1 >= torch._dynamo.config.accumulated_recompile_limit:
-        torch._dynamo.config.accumulated_recompile_limit += 1
+    if here is not None and (here.frame_compile_id or 0) + 1 >= dynamo_config.accumulated_recompile_limit:
+        dynamo_config.accumulated_recompile_limit += 1
 
 
 def _leave_out_uncounted() -> str:
@@ -155,15 +155,12 @@ def _leave_out_uncounted() -> str:
     Dynamo counts the graphs of all backends for a function, and compares before it calls a backend. The only place to
     correct the count is a hook in between, which Dynamo calls in every compilation of every backend.
     """
-    compiling: Any = sys._getframe()
-    while compiling is not None and not {"cache_size", "code"} <= compiling.f_locals.keys():
-        compiling = compiling.f_back
-    if compiling is None:  # another torch: its limit then holds for us, too, and no compilation fails
-        return ""
-    size, frame, code = (compiling.f_locals.get(name) for name in ("cache_size", "frame", "code"))
-    entries = compiling.f_locals.get("cache_entries") or _debug_get_cache_entry_list(code)  # the latter for torch 2.11
+    compilation = frames.running_compilation()
+    assert compilation is not None
+    size, frame, code = (compilation[name] for name in ("cache_size", "frame", "code"))
+    entries = compilation.get("cache_entries") or cache_entries_of(code)  # the latter for torch 2.11
     left_out = [entry for entry in entries if _is_uncounted(entry)]
-    same_objects = frame is not None and sum(_has_same_id_matched_objs(frame, entry) for entry in left_out)
+    same_objects = frame is not None and sum(has_same_objects(frame, entry) for entry in left_out)
     size.num_cache_entries_with_same_id_matched_objs -= same_objects
     size.num_cache_entries -= len(left_out)
     if hasattr(size, "total_cache_entries_all_regions"):
@@ -175,13 +172,7 @@ def _is_uncounted(entry: Any) -> bool:
     """Return whether a cache entry is not to count. Checks the backend, too, since `reset()` restarts compile ids."""
     if isinstance(entry.guard_manager, _Dropped):
         return True
-    return entry.compile_id in _uncounted and is_ours(entry.backend)
-
-
-def is_ours(compiled: Any) -> bool:
-    """Return whether an object of Dynamo's (a compiler or compiled callable) belongs to this backend."""
-    backend = getattr(compile_wrapper_of(compiled), "compiler_fn", None)
-    return getattr(backend, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
+    return entry.compile_id in _uncounted and frames.is_ours(entry.backend)
 
 
 def trace_again_without_duck_shapes(already: bool) -> NoReturn:
@@ -232,7 +223,7 @@ class _BadOption(ShortenTraceback):
 def _options_of(compiler: Any) -> Options:
     """Parse the options of a compiled callable; raise on bad ones before the trace, which takes long."""
     try:
-        return Options.parse(compile_wrapper_of(compiler).kwargs.get("options"))  # type: ignore[union-attr]
+        return Options.parse(frames.compile_wrapper_of(compiler).kwargs.get("options"))  # type: ignore[union-attr]
     except OptionError as error:
         raise _BadOption(error) from None
 
@@ -244,22 +235,20 @@ def _with_selections(build: Callable[..., None]) -> Callable[..., None]:
     gives up on a function that does so in a loop before any backend is called. Only the constructor reads the setting.
     """
 
-    @functools.wraps(build)
     def build_with_selections(self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = inspect.signature(build).bind(self, *args, **kwargs).arguments
-        was_on = arguments.get("one_graph", False) or getattr(torch._dynamo.config, SELECTIONS)
+        was_on = arguments.get("one_graph", False) or getattr(dynamo_config, SELECTIONS)
         here, compiler = CompileContext.current_compile_id(), arguments.get("compiler_fn")
-        if is_traced_by_us := is_ours(compiler):
+        if is_traced_by_us := frames.is_ours(compiler):
             _options_of(compiler)
         self._dta_selects = not was_on and here not in _without_selections and is_traced_by_us
-        with torch._dynamo.config.patch({SELECTIONS: was_on or self._dta_selects}):
+        with dynamo_config.patch({SELECTIONS: was_on or self._dta_selects}):
             build(self, *args, **kwargs)
 
     return build_with_selections
 
 
-if not hasattr(OutputGraph.__init__, "__wrapped__"):  # only once, also if this module is reloaded
-    OutputGraph.__init__ = _with_selections(OutputGraph.__init__)  # type: ignore[method-assign]
+wrap_once(OutputGraph, "__init__", _with_selections)
 
 
 def traces_selections(output_graph: Any) -> bool:
@@ -269,7 +258,7 @@ def traces_selections(output_graph: Any) -> bool:
 
 def trace_again_without_selections() -> None:
     """Make Dynamo trace once more with its own setting, breaking the graph where rows are selected by a condition."""
-    _trace_without_selections(_calling_self("OutputGraph"))
+    _trace_without_selections(frames.calling(OutputGraph))
 
 
 def _trace_without_selections(output_graph: Any) -> None:
@@ -301,9 +290,8 @@ def _with_preparations(run: Callable[[Any], None]) -> Callable[[Any], None]:
     A trace that fails with regions, or on a size that depends on data, is repeated without them.
     """
 
-    @functools.wraps(run)
     def run_prepared(self: Any) -> None:
-        if not is_ours(self.output.compiler_fn):
+        if not frames.is_ours(self.output.compiler_fn):
             return run(self)
         modules = list(_modules_at_hand(self))
         _prepare(Sharded, modules)
@@ -342,12 +330,12 @@ def _without_buckets(mode: Callable[[], str]) -> Callable[[], str]:
     reduced while layers below go backward.
     """
 
-    @functools.wraps(mode)
     def mode_for_backend() -> str:
-        chosen, wrapper = mode(), _calling_self("CatchErrorsWrapper")
+        chosen, wrapper = mode(), frames.calling(frames.CatchErrorsWrapper)
         if chosen != "ddp_optimizer" or wrapper is None:
             return chosen
-        return "no_optimization" if is_ours(wrapper._torchdynamo_orig_backend._torchdynamo_orig_backend) else chosen
+        compiler: Any = wrapper._torchdynamo_orig_backend
+        return "no_optimization" if frames.is_ours(compiler._torchdynamo_orig_backend) else chosen
 
     return mode_for_backend
 
@@ -355,7 +343,7 @@ def _without_buckets(mode: Callable[[], str]) -> Callable[[], str]:
 def _guard_hooks(guards: Any) -> None:
     """Guard that modules get no hooks later, since by default Dynamo reads hooks only while it traces."""
     for guard in list(guards):
-        if guard.create_fn_name() == "EMPTY_NN_MODULE_HOOKS_DICT":
+        if guard.create_fn_name() == GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT.__name__:
             guards.add(guard.originating_source.make_guard(GuardBuilder.SEQUENCE_LENGTH))
 
 
@@ -379,9 +367,8 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-if not hasattr(InstructionTranslator.run, "__wrapped__"):
-    InstructionTranslator.run = _with_preparations(InstructionTranslator.run)  # type: ignore[assignment,method-assign]
-    utils.get_optimize_ddp_mode = _without_buckets(utils.get_optimize_ddp_mode)
+wrap_once(InstructionTranslator, "run", _with_preparations)
+wrap_once(utils, "get_optimize_ddp_mode", _without_buckets)
 
 
 def _modules_at_hand(translator: Any) -> Iterator[torch.nn.Module]:
@@ -395,7 +382,7 @@ def _modules_at_hand(translator: Any) -> Iterator[torch.nn.Module]:
     arguments = [*translator.f_locals.values()]
     packed = [value for value in arguments if type(value) in (tuple, dict)]
     arguments += [part for value in packed for part in (value.values() if isinstance(value, dict) else value)]
-    for value in (*arguments, *_contents(translator.closure), *named):
+    for value in (*arguments, *frames.contents_of(translator.closure), *named):
         owner = getattr(value, "__self__", value)
         is_other = not isinstance(owner, (torch.nn.Module, types.ModuleType, type))
         attributes = [getattr(owner, "__dict__", {}).get(name) for name in names] if is_other else []
@@ -406,7 +393,7 @@ def _modules_at_hand(translator: Any) -> Iterator[torch.nn.Module]:
 
 def _prepare(kind: type[Sharded | CheckpointFlags], modules: Iterable[torch.nn.Module]) -> None:
     """Have the compiled callable that is running prepare its modules now and whenever it is entered."""
-    hooks_of_call = _hooks_of_running_call()
+    hooks_of_call = frames.hooks_of_running_call()
     if hooks_of_call is None:  # driven without torch.compile
         return
     hooks, exits = hooks_of_call
@@ -417,35 +404,12 @@ def _prepare(kind: type[Sharded | CheckpointFlags], modules: Iterable[torch.nn.M
         exits.append(prepare())
 
 
-def call_when_left(function: Callable[[], object]) -> None:
-    """Call a function when the running compiled callable returns."""
-    if (entered := _hooks_of_running_call()) is not None:
-        entered[1].append(function)
-
-
-def _hooks_of_running_call() -> tuple[list[Any], list[Any]] | None:
-    """Return the running compiled callable's hooks for every entry, and the cleanups of this call; None outside one."""
-    for known in _variables_of_calls():
-        if "cleanups" in known:
-            return known["self"].enter_exit_hooks, known["cleanups"]
-    return None
-
-
-def _variables_of_calls() -> Iterator[dict[str, Any]]:
-    """Yield the local variables of torch's frames that call compiled callables, the innermost first."""
-    frame: Any = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name in ("compile_wrapper", "_fn") and frame.f_code.co_filename == EVAL_FRAME:
-            yield frame.f_locals
-        frame = frame.f_back
-
-
 def given_up() -> str | None:
     """Return why and where Dynamo gave up on a caller of the function being compiled, for example at a break in a loop.
 
     The functions that the caller calls are then compiled one by one, for the same compiled callable.
     """
-    here = getattr(_calling_self("OutputGraph"), "compiler_fn", None)
+    here = getattr(frames.calling(OutputGraph), "compiler_fn", None)
     return next((reason for compiler, reason in _given_up if compiler is here), None)
 
 
@@ -520,19 +484,14 @@ def _with_line(reason: str, stack: Any) -> str:
 
 def resumes_after_a_break() -> bool:
     """Return whether the graph being compiled continues the user's function after a graph break."""
-    output_graph = _calling_self("OutputGraph")
+    output_graph = frames.calling(OutputGraph)
     code = getattr(getattr(output_graph, "root_tx", None), "f_code", None)
     return code is not None and code.co_name.startswith("torch_dynamo_resume_in_")
 
 
-def current_compile_wrapper() -> Any | None:
-    """Return the private wrapper object of `torch.compile` for the callable being compiled."""
-    return _calling_self("_TorchCompileWrapper")
-
-
 def is_given_a_cache() -> bool:
     """Return whether the function being compiled was called with a KV cache of transformers, empty or not."""
-    root = getattr(_calling_self("OutputGraph"), "root_tx", None)
+    root = getattr(frames.calling(OutputGraph), "root_tx", None)
     pending = [*getattr(root, "f_locals", {}).values()]
     while pending:
         value = pending.pop()
@@ -544,50 +503,35 @@ def is_given_a_cache() -> bool:
 
 
 def _traces_for_this_backend() -> bool:
-    translator = _calling_self("InstructionTranslator")
-    return translator is not None and is_ours(translator.output.compiler_fn)
+    translator = frames.calling(InstructionTranslator)
+    return translator is not None and frames.is_ours(translator.output.compiler_fn)
 
 
 tracing.answer_with(_traces_for_this_backend)
 
 
-def _calling_self(class_name: str) -> Any | None:
-    """Return `self` of the innermost calling method of a class, by the class's name."""
-    frame: Any = sys._getframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if type(owner).__name__ == class_name:
-            return owner
-        frame = frame.f_back
-    return None
-
-
 def graph_being_traced() -> fx.Graph:
     """Return the graph that the running trace adds nodes to."""
-    graph: fx.Graph = _calling_self("InstructionTranslator").output.graph  # type: ignore[union-attr]
+    graph: fx.Graph = frames.calling(InstructionTranslator).output.graph  # type: ignore[union-attr]
     return graph
 
 
 def is_tracing() -> bool:
     """Return whether Dynamo traces, for whichever backend."""
-    return _calling_self("InstructionTranslator") is not None
+    return frames.calling(InstructionTranslator) is not None
 
 
-@torch._dynamo.assume_constant_result
+@torch.compiler.assume_constant_result
 def is_in_nested_graph() -> bool:
     """Return whether the running trace is in a checkpoint, or another graph inside of the graph."""
-    return len(_calling_self("InstructionTranslator").output.tracers) > 1  # type: ignore[union-attr]
+    return len(frames.calling(InstructionTranslator).output.tracers) > 1  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager
 def outside_of_trace() -> Iterator[None]:
     """Run code while Dynamo traces as it runs without Dynamo: on real tensors, and not told that it is compiled."""
-    was_told, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, False
-    try:
-        with unset_fake_temporarily():
-            yield
-    finally:
-        torch.compiler._is_compiling_flag = was_told
+    with attribute_set(torch.compiler, "_is_compiling_flag", False), unset_fake_temporarily():
+        yield
 
 
 def examples(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -614,24 +558,9 @@ def examples(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return [value_of(next(n for n in nodes if n.meta["example_value"] is tensor)) for tensor in tensors]
 
 
-def calling_wrapper() -> Any | None:
-    """Return the wrapper object of `torch.compile` for the callable whose call is running.
-
-    A graph may have been compiled for another one: Dynamo serves equal compilations (the same function compiled twice,
-    two models of one class) from one cache.
-    """
-    wrappers = (compile_wrapper_of(known.get("callback")) for known in _variables_of_calls())
-    return next((wrapper for wrapper in wrappers if wrapper is not None), None)
-
-
-def calling_context() -> Any | None:
-    """Return the Dynamo context of the running compiled callable, which lives as long as the callable."""
-    return next((known["self"] for known in _variables_of_calls() if "cleanups" in known), None)
-
-
 def compiling() -> tuple[types.CodeType, Any] | None:
     """Return the code of the function being compiled, and the id of the compilation."""
-    translator = getattr(_calling_self("OutputGraph"), "root_tx", None)
+    translator = getattr(frames.calling(OutputGraph), "root_tx", None)
     return None if translator is None else (translator.f_code, CompileContext.current_compile_id())
 
 
@@ -641,72 +570,8 @@ class _Dropped(DeletedGuardManagerWrapper):
 
 def forget(code: types.CodeType, compile_id: Any) -> None:
     """Drop Dynamo's cache entry of our compilation, as Dynamo does when an object of a guard is gone."""
-    for entry in _debug_get_cache_entry_list(code):
+    for entry in cache_entries_of(code):
         state = entry.guard_manager.extra_state
         # By identity, since `reset()` restarts compile ids.
-        if entry.compile_id is compile_id and is_ours(entry.backend) and state is not None:
+        if entry.compile_id is compile_id and frames.is_ours(entry.backend) and state is not None:
             state.invalidate(entry, _Dropped("its callable is gone"))
-
-
-def uncompiled(fn: Any) -> Any:
-    """Return the function or module behind a result of `torch.compile`; anything else unchanged."""
-    if isinstance(fn, torch._dynamo.eval_frame.OptimizedModule):
-        return fn._orig_mod
-    return torch._dynamo.eval_frame.innermost_fn(fn) if callable(fn) and not isinstance(fn, torch.nn.Module) else fn
-
-
-def compile_wrapper_of(compiled: Any) -> Any | None:
-    """Return the private wrapper behind a compiled function or module (also one compiled in place), or None."""
-    for candidate in _reachable(compiled, depth=8):
-        if type(candidate).__name__ == "_TorchCompileWrapper":
-            return candidate
-    return None
-
-
-_LINKS = (
-    "_compiled_call_impl",
-    "dynamo_ctx",
-    "callback",
-    "_torchdynamo_orig_backend",
-    "_torchdynamo_orig_callable",
-    "_orig_callable",
-    "compiler_fn",
-    "_compiler_fn",
-    "__wrapped__",
-    "__func__",
-)
-
-
-def _reachable(start: Any, depth: int) -> Iterator[Any]:
-    """Yield objects linked from a compiled callable by known attributes and closure cells, breadth first."""
-    seen, level = {id(start)}, [start]
-    for _ in range(depth):
-        following = []
-        for item in level:
-            yield item
-            for link in (*_attributes(item), *_cells(item)):
-                if id(link) not in seen:
-                    seen.add(id(link))
-                    following.append(link)
-        level = following
-
-
-def _attributes(item: Any) -> Iterator[Any]:
-    own = getattr(item, "__dict__", {})
-    for name in _LINKS:
-        value = own.get(name) if name in own else getattr(type(item), name, None) and getattr(item, name, None)
-        if value is not None:
-            yield value
-
-
-def _cells(item: Any) -> Iterator[Any]:
-    for content in _contents(getattr(item, "__closure__", None)):
-        if isinstance(content, Callable) or type(content).__module__.startswith("torch._dynamo"):  # type: ignore[arg-type]
-            yield content
-
-
-def _contents(cells: Any) -> Iterator[Any]:
-    """Yield the contents of the cells of a closure."""
-    for cell in cells or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            yield cell.cell_contents

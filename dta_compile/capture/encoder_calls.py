@@ -14,10 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch._dynamo
-from torch._dynamo import trace_rules
-from torch._dynamo.variables import UserFunctionVariable
-from torch._subclasses.fake_tensor import FakeTensor
 
 from dta_compile.capture.dynamo import (
     examples,
@@ -41,16 +37,18 @@ from dta_compile.runtime.encoder_methods import (
     positions_of,
     register,
 )
+from dta_compile.torch_compat import TAKES_MODULES, wrap_once
+from dta_compile.torch_compat.dynamo import UserFunctionVariable, trace_rules
+from dta_compile.torch_compat.tensors import FakeTensor
 
 MODELS = "transformers.modeling_utils"
 POSITIONS = "compute_3d_position_ids"
 OF_TEXT = ("input_ids", "inputs_embeds", "attention_mask", "mm_token_type_ids")  # other arguments are about images
 FEATURES = ("get_image_features", "get_video_features", "get_audio_features")
 # Functions that Dynamo calls while tracing may take modules since torch 2.13; a guard on the module's identity follows.
-TAKES_MODULES = torch.__version__ >= "2.13"
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 def encode(handle: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Run an encoder on all units of a call; in a captured graph, a node that stands for it.
 
@@ -82,7 +80,7 @@ def encode(handle: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         )
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 def token_positions(handle: int, *tensors: torch.Tensor) -> torch.Tensor:
     """Compute positions `[axes, B, S]` as `Positions` do; in a captured graph, a node that stands for it."""
     call = positions_of(handle)
@@ -204,33 +202,33 @@ def _restored(form: Any, features: Iterator[torch.Tensor]) -> Any:
     return items if form[0] == "list" else tuple(items)
 
 
-@torch._dynamo.assume_constant_result
+@torch.compiler.assume_constant_result
 def _handle(kind: str, module: Any, method: Callable[..., Any], positional: Any, keyword: Any) -> int:
     kinds: dict[str, type[MethodCall]] = {"Encoder": Encoder, "Positions": Positions}
     return register(kinds[kind], module, method, Arguments(positional, keyword))
 
 
-@torch._dynamo.assume_constant_result
+@torch.compiler.assume_constant_result
 def _modules(handle: int) -> tuple[str, ...]:
     return encoder_of(handle).form.modules
 
 
-@torch._dynamo.assume_constant_result
+@torch.compiler.assume_constant_result
 def _weights(handle: int) -> tuple[str, ...]:
     return encoder_of(handle).form.weights
 
 
-@torch._dynamo.assume_constant_result
+@torch.compiler.assume_constant_result
 def _fields(handle: int) -> tuple[tuple[str, Any], ...]:
     return encoder_of(handle).form.fields
 
 
-@torch._dynamo.assume_constant_result
+@torch.compiler.assume_constant_result
 def _has_masks(handle: int) -> bool:
     return encoder_of(handle).form.has_masks
 
 
-@torch._dynamo.assume_constant_result
+@torch.compiler.assume_constant_result
 def _class(handle: int) -> type:
     return encoder_of(handle).form.returned
 
@@ -239,7 +237,7 @@ def stand_in() -> None:
     """Wrap the methods of all models of transformers, now or as soon as it is imported."""
     if not TAKES_MODULES:
         return
-    torch._check_tensor_all = _checking(torch._check_tensor_all)
+    wrap_once(torch, "_check_tensor_all", _checking)
     # Dynamo looks its own function up by name, whenever its cache of rules is cleared: ours is traced like any other.
     trace_rules.manual_torch_name_rule_map["torch._check_tensor_all"] = UserFunctionVariable
     trace_rules.get_torch_obj_rule_map.cache_clear()
@@ -249,7 +247,7 @@ def stand_in() -> None:
         when_loaded(MODELS, _wrap_models)
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 def check_counts(condition: torch.Tensor) -> torch.Tensor:
     """Check that there are as many features as placeholder tokens, as models do; without effect while tracing."""
     if not _is_traced((condition,)) and not bool(condition.all()):
@@ -263,7 +261,6 @@ def _checking(check: Callable[..., None]) -> Callable[..., None]:
     Models check so that there are as many placeholder tokens as features.
     """
 
-    @functools.wraps(check)
     def check_tensor_all(cond: Any, message: Any = None) -> None:
         if torch.compiler.is_dynamo_compiling() and traces_for_this_backend() and _has_encoders():
             check_counts(cond)
@@ -273,7 +270,7 @@ def _checking(check: Callable[..., None]) -> Callable[..., None]:
     return check_tensor_all
 
 
-@torch._dynamo.assume_constant_result
+@torch.compiler.assume_constant_result
 def _has_encoders() -> bool:
     return any(node.target is encode for node in graph_being_traced().nodes)
 

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo
 from torch import fx
 
 from dta_compile import registration
@@ -203,8 +202,8 @@ def _allow_function_in_graph(original: types.FunctionType) -> None:
     def traced(*args: Any, **kwargs: Any) -> Any:
         return whole(*args, **kwargs) if traces_for_this_backend() else copy_of_original(*args, **kwargs)
 
-    torch._dynamo.allow_in_graph(whole)
-    torch._dynamo.substitute_in_graph(original, skip_signature_check=True)(traced)
+    torch.compiler.allow_in_graph(whole)
+    torch.compiler.substitute_in_graph(original, skip_signature_check=True)(traced)
     names = list(inspect.signature(original).parameters)[:3]
     operands = [operand._replace(name=name) for operand, name in zip(ATTENTION_MIXER.operands, names, strict=True)]
     IN_GRAPH[whole] = dataclasses.replace(

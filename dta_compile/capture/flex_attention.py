@@ -17,6 +17,7 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.program import output_node, where, with_writes, writes_of
+from dta_compile.torch_compat.autograd import predispatch
 
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 MASK_MOD = -1  # its index in the tuple of a block mask
@@ -107,4 +108,4 @@ def eliminate_dead_code(graph: fx.Graph) -> None:
 
 
 def _is_of_vmap(node: fx.Node) -> bool:
-    return getattr(node.target, "__module__", None) == "torch._functorch.predispatch"
+    return getattr(node.target, "__module__", None) == predispatch.__name__

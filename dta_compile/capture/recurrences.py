@@ -25,7 +25,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo
 import torch.nn.functional as F
 from torch import fx
 
@@ -39,6 +38,7 @@ from dta_compile.ops.dtypes import autocast
 from dta_compile.ops.library import LIBRARY
 from dta_compile.passes.program import where
 from dta_compile.passes.symbols import expression
+from dta_compile.torch_compat.operators import functions_of_nn
 
 Arguments = dict[str, Any]  # arguments of a call, by name
 
@@ -324,7 +324,7 @@ def _or_own(traced: Callable[..., Any], own: Callable[..., Any], original: types
 
 
 def _substitute(original: types.FunctionType, own: Callable[..., Any], traced: Callable[..., Any]) -> None:
-    torch._dynamo.substitute_in_graph(original, skip_signature_check=True)(_or_own(traced, own, original))
+    torch.compiler.substitute_in_graph(original, skip_signature_check=True)(_or_own(traced, own, original))
 
 
 def _no_function(*args: Any, **kwargs: Any) -> None:
@@ -366,7 +366,7 @@ for _name, _module in list(sys.modules.items()):
 registration.when_any_loaded(PACKAGES, _substitute_functions)
 
 
-PADS = (F.pad, torch._C._nn.pad)
+PADS = (F.pad, functions_of_nn.pad)
 ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
 

@@ -22,23 +22,31 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch._dynamo.guards import GUARD_VALUE_DISPATCH, SKIP_GUARD, GuardCheckSpec
-from torch._dynamo.variables import (
+
+from dta_compile.passes.symbols import expression
+from dta_compile.torch_compat.dynamo import (
+    AttributeMutationNew,
     ListVariable,
     NewGlobalVariable,
+    Source,
     TupleVariable,
     UnspecializedNNModuleVariable,
     UserDefinedObjectVariable,
+    ValueMutationNew,
+    VariableTracker,
 )
-from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
-from torch._dynamo.variables.invoke_subgraph import InputFingerprint, InputTag, LiftedCapturedSource, classify_vt
-from torch._guards import Source
-
-from dta_compile.passes.symbols import expression
-
-IS_ONE = "DUPLICATE_INPUT"  # guard that two sources are one object
-OF_TENSOR = "TENSOR_MATCH"  # not copied, because each tensor gets its own
-OF_CONSTANT = frozenset({"EQUALS_MATCH", "CONSTANT_MATCH"})
+from dta_compile.torch_compat.regions import (
+    GUARD_VALUE_DISPATCH,
+    IS_ONE,
+    OF_CONSTANT,
+    OF_TENSOR,
+    SKIP_GUARD,
+    GuardCheckSpec,
+    InputFingerprint,
+    InputTag,
+    LiftedCapturedSource,
+    classify_vt,
+)
 
 
 class NoRegion(Exception):

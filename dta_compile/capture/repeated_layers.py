@@ -16,36 +16,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
+import logging
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import nn
-from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables import UserFunctionVariable
-from torch._dynamo.variables.base import AttributeMutationNew
 
-try:
-    import torch._dynamo.variables.invoke_subgraph as torch_regions
-    from torch._dynamo.utils import build_invoke_subgraph_variable
+from dta_compile.torch_compat import regions, wrap_once
+from dta_compile.torch_compat.dynamo import AttributeMutationNew, SideEffects, UserFunctionVariable
+from dta_compile.torch_compat.dynamo import config as dynamo_config
 
+if regions.WHY_NONE:
+    logging.getLogger("dta_compile").info("dta: equal layers are traced one by one: %s", regions.WHY_NONE)
+else:
     from dta_compile.capture.region_reuse import NoRegion, OtherCall, Traced, fingerprint_of, may_be_region
-except ImportError:  # a torch with other private parts
-    torch_regions = None  # type: ignore[assignment]
 
-INLINED = "inline_invoke_subgraph"
-REUSE = (
-    "build_fingerprint_with_pytree",
-    "build_reuse_condition",
-    "has_mutated_vars",
-    "is_reusable",
-    "is_reuse_eligible",
-    "stamp_out_subgraph",
-)
-HAS_REGIONS = hasattr(torch._dynamo.config, INLINED) and all(hasattr(torch_regions, name) for name in REUSE)
 LEAST_COPIES = 2
 # Attributes that every module has. Copies may differ in them: parameters and buffers are inputs of a region.
 OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
@@ -61,11 +48,11 @@ _inside: list[Any] = []
 @contextlib.contextmanager
 def traced_once(roots: Iterable[nn.Module]) -> Iterator[bool]:
     """Make calls of equal layers regions while Dynamo traces; yield whether there are any."""
-    functions = set(_forwards(roots)) if HAS_REGIONS else set()
+    functions = set() if regions.WHY_NONE else set(_forwards(roots))
     before = set(_regions)
     _regions.update(functions)
     try:
-        with torch._dynamo.config.patch({INLINED: True}) if functions else contextlib.nullcontext():
+        with dynamo_config.patch(inline_invoke_subgraph=True) if functions else contextlib.nullcontext():
             yield bool(functions)
     finally:
         _regions.clear()
@@ -132,7 +119,6 @@ def _is_plain(value: Any) -> bool:
 def _or_pytree(build: Callable[..., Any]) -> Callable[..., Any]:
     """Flatten a region's arguments by `fingerprint_of`, or by torch where that returns None."""
 
-    @functools.wraps(build)
     def build_flat(tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return (fingerprint_of(args, kwargs) if _inside else None) or build(tx, args, kwargs)
 
@@ -142,7 +128,6 @@ def _or_pytree(build: Callable[..., Any]) -> Callable[..., Any]:
 def _with_our_condition(build: Callable[..., Any]) -> Callable[..., Any]:
     """Add our condition for reusing a traced region to torch's."""
 
-    @functools.wraps(build)
     def build_with_ours(tx: Any, fingerprint: Any, traced_sources: Any) -> Any:
         condition = build(tx, fingerprint, traced_sources)
         if condition is not None and _inside:
@@ -155,13 +140,12 @@ def _with_our_condition(build: Callable[..., Any]) -> Callable[..., Any]:
 def _if_ours_holds(is_reusable: Callable[..., bool]) -> Callable[..., bool]:
     """Check torch's conditions on arguments and written values, then our condition, which includes torch's guards."""
 
-    @functools.wraps(is_reusable)
     def is_reusable_by_ours(tx: Any, condition: Any, fingerprint: Any, cached: Any) -> bool:
         if not hasattr(condition, "of_dta"):
             return is_reusable(tx, condition, fingerprint, cached)
         call = OtherCall(tx, fingerprint, cached)
         read = type(condition.traced_sources)(map(call.moved, condition.traced_sources))
-        if torch_regions.has_mutated_vars(tx, read) or not condition.of_dta.has_arguments_of(call):
+        if regions.has_mutated_vars(tx, read) or not condition.of_dta.has_arguments_of(call):
             return False
         of_arguments = dataclasses.replace(condition, guards=[], traced_sources=type(read)())
         cached.of_dta = condition.of_dta, call
@@ -173,7 +157,6 @@ def _if_ours_holds(is_reusable: Callable[..., bool]) -> Callable[..., bool]:
 def _with_guards(stamp_out: Callable[..., Any]) -> Callable[..., Any]:
     """Copy a region's nodes to another call, and add the guards under which it was traced."""
 
-    @functools.wraps(stamp_out)
     def stamp_out_with_guards(tx: Any, fingerprint: Any, cached: Any) -> Any:
         if hasattr(cached, "of_dta"):
             traced, call = cached.of_dta
@@ -187,7 +170,6 @@ def _with_guards(stamp_out: Callable[..., Any]) -> Callable[..., Any]:
 def _refusing_written(load: Callable[..., Any]) -> Callable[..., Any]:
     """Raise `NoRegion` for a read of an attribute that the trace has written, because no guard covers its value."""
 
-    @functools.wraps(load)
     def load_but_no_writes(self: Any, item: Any, *args: Any, **kwargs: Any) -> Any:
         if _inside and not isinstance(item.mutation_type, AttributeMutationNew):
             raise NoRegion
@@ -199,7 +181,6 @@ def _refusing_written(load: Callable[..., Any]) -> Callable[..., Any]:
 def _raising_no_region(is_eligible: Callable[..., bool]) -> Callable[..., bool]:
     """Raise `NoRegion` where a region cannot be reused: torch would trace each call as a region, which is slow."""
 
-    @functools.wraps(is_eligible)
     def is_eligible_or_none(tx: Any, *args: Any, **kwargs: Any) -> bool:
         is_reusable = is_eligible(tx, *args, **kwargs)
         if not is_reusable and _inside:
@@ -212,7 +193,6 @@ def _raising_no_region(is_eligible: Callable[..., bool]) -> Callable[..., bool]:
 def _as_region(call: Callable[..., Any]) -> Callable[..., Any]:
     """Trace calls of the functions in `_regions` as regions instead of inlining them."""
 
-    @functools.wraps(call)
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         is_region = type(self) is UserFunctionVariable and self.fn in _regions
         if not is_region or not may_be_region(tx, tuple(args), kwargs):
@@ -221,21 +201,22 @@ def _as_region(call: Callable[..., Any]) -> Callable[..., Any]:
         _regions.clear()
         _inside.append(self.fn)
         try:
-            return build_invoke_subgraph_variable().call_function(tx, [self, *args], kwargs)
+            return regions.build_invoke_subgraph_variable().call_function(tx, [self, *args], kwargs)
         finally:
             _inside.pop()
             _regions.update(outside)
 
-    call_function.of_dta = True  # type: ignore[attr-defined]
     return call_function
 
 
-# Patch torch only once, also if this module is reloaded.
-if HAS_REGIONS and not hasattr(UserFunctionVariable.call_function, "of_dta"):
-    torch_regions.build_fingerprint_with_pytree = _or_pytree(torch_regions.build_fingerprint_with_pytree)
-    torch_regions.build_reuse_condition = _with_our_condition(torch_regions.build_reuse_condition)
-    torch_regions.is_reusable = _if_ours_holds(torch_regions.is_reusable)
-    torch_regions.stamp_out_subgraph = _with_guards(torch_regions.stamp_out_subgraph)
-    SideEffects.load_attr = _refusing_written(SideEffects.load_attr)  # type: ignore[method-assign]
-    torch_regions.is_reuse_eligible = _raising_no_region(torch_regions.is_reuse_eligible)
-    UserFunctionVariable.call_function = _as_region(UserFunctionVariable.call_function)  # type: ignore[method-assign]
+if not regions.WHY_NONE:
+    for owner, name, wrapper in (
+        (regions.reuse, "build_fingerprint_with_pytree", _or_pytree),
+        (regions.reuse, "build_reuse_condition", _with_our_condition),
+        (regions.reuse, "is_reusable", _if_ours_holds),
+        (regions.reuse, "stamp_out_subgraph", _with_guards),
+        (regions.reuse, "is_reuse_eligible", _raising_no_region),
+        (SideEffects, "load_attr", _refusing_written),
+        (UserFunctionVariable, "call_function", _as_region),
+    ):
+        wrap_once(owner, name, wrapper)

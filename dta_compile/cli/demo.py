@@ -268,7 +268,7 @@ def main(settings: Settings, console: Console) -> int:
     Raises:
         OptionError: torch has no such backend.
     """
-    known = torch._dynamo.list_backends(exclude_tags=())
+    known = torch.compiler.list_backends(exclude_tags=())
     if settings.backend not in known:
         raise OptionError("no such backend", expected=", ".join(known), got=repr(settings.backend))
     result = run(settings, console)

@@ -30,19 +30,21 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import TracingContext, tracing
-from torch._prims_common import clone_preserve_strides
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._sympy.printers import PythonPrinter
 
 from dta_compile.codegen import wrapper
 from dta_compile.executable.code import AnySource, CppSource, Input, Source, size_symbols
 from dta_compile.executable.pieces import AnyCode, Code, Run
 from dta_compile.files import require_own
+from dta_compile.torch_compat.sizes import PythonPrinter, ShapeEnv
+from dta_compile.torch_compat.tensors import (
+    DisableAutocast,
+    FakeTensorMode,
+    clone_preserve_strides,
+    enable_python_dispatcher,
+    without_modes,
+)
+from dta_compile.torch_compat.tracing import TracingContext, make_fx
+from dta_compile.torch_compat.tracing import in_context as tracing
 
 TYPICAL_SIZES = (2039, 1021)  # size hints; primes, so that inductor cannot rely on a divisor
 ALIGNMENT = 16  # bytes that Triton's kernels assume inputs to be aligned to
@@ -86,18 +88,17 @@ def generate(source: AnySource, threads: int | None = None) -> AnyCompiled:
     from dta_compile.passes.symbols import expression, new_size  # imported here, since the passes import this module
 
     if isinstance(source, CppSource):
-        from torch._inductor.codecache import CppCodeCache
+        from dta_compile.torch_compat.compiler import CppCodeCache
 
         # Inductor vectorises explicitly and turns the compiler's loop vectoriser off.
         return CompiledLibrary(CppCodeCache.load(source.text, extra_flags=("-ftree-loop-vectorize",))._name)
     # Imported here, since that takes a second and only some programs need it.
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.utils import BoxedBool
+    from dta_compile.torch_compat.compiler import BoxedBool, compile_fx_inner
+    from dta_compile.torch_compat.inductor import config
 
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
-    with _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad(), contextlib.ExitStack() as stack:
+    with without_modes(), DisableAutocast(), torch.no_grad(), contextlib.ExitStack() as stack:
         if (default := torch.get_default_dtype()) is not source.default_dtype:  # in a worker, or changed by a thread
             stack.callback(torch.set_default_dtype, default)
             torch.set_default_dtype(source.default_dtype)
@@ -144,12 +145,11 @@ def _sums_for_any_size(env: ShapeEnv) -> Iterator[None]:
 
     Inductor uses partial sums, which are more precise, above 4,096 elements, and guards on that threshold.
     """
-    from torch._inductor.codegen.cpp import CppKernel
-    from torch._inductor.virtualized import V
+    from dta_compile.torch_compat.compiler import CppKernel, V
 
     with _PATCHING:
         decide = getattr(CppKernel, "need_use_acc_helper", None)
-        if decide is None:  # another version of torch
+        if decide is None:  # a torch that sums without partial sums, and so without the guard
             yield
             return
 
@@ -168,7 +168,7 @@ def _sums_for_any_size(env: ShapeEnv) -> Iterator[None]:
 
 def _compiled(run: Any, serves: str, strides: str, devices: set[str]) -> Compiled:
     """Locate the files of the code that inductor has just loaded."""
-    from torch._inductor.codecache import PyCodeCache
+    from dta_compile.torch_compat.compiler import PyCodeCache
 
     module = next(one for one in reversed(PyCodeCache.modules) if getattr(one, "key", None) == run.cache_key)
     aligned = tuple(run.inputs_to_check)
@@ -197,7 +197,7 @@ def load(compiled: AnyCompiled) -> AnyCode:
     if isinstance(compiled, CompiledLibrary):
         return ctypes.CDLL(compiled.path)
     if compiled.text is None:
-        from torch._inductor.codecache import PyCodeCache
+        from dta_compile.torch_compat.compiler import PyCodeCache
 
         ((_, key, path),) = compiled.kernels
         call = PyCodeCache.load_by_key_path(key, path).call
@@ -211,7 +211,7 @@ def load(compiled: AnyCompiled) -> AnyCode:
 
 
 def _kernel(module: str, path: str) -> Any:
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
+    from dta_compile.torch_compat.compiler import CppPythonBindingsCodeCache
 
     if not os.path.exists(path):
         raise FileNotFoundError(path)
@@ -233,14 +233,14 @@ def _with_aligned(run: Run, positions: Sequence[int]) -> Run:
 
 def folder() -> pathlib.Path:
     """Return inductor's cache folder."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from dta_compile.torch_compat.inductor import cache_dir
 
     return pathlib.Path(cache_dir())
 
 
 def settings() -> dict[str, Any]:
     """Return inductor's settings for another process, without the number of compile processes."""
-    from torch._inductor import config
+    from dta_compile.torch_compat.inductor import config
 
     items = config.get_config_copy().items()
     return {name: value for name, value in items if name != "compile_threads" and _can_be_sent(value)}
@@ -248,7 +248,7 @@ def settings() -> dict[str, Any]:
 
 def apply(chosen: dict[str, Any]) -> None:
     """Apply inductor's settings of another process."""
-    from torch._inductor import config
+    from dta_compile.torch_compat.inductor import config
 
     here = config.get_config_copy()
     config.load_config(pickle.dumps({name: x for name, x in chosen.items() if name in here and here[name] != x}))
@@ -263,7 +263,7 @@ def generator() -> str:
 
 def environment(devices: Iterable[str]) -> tuple[Any, ...]:
     """Return everything that code for these device types depends on besides its source."""
-    from torch._inductor import config
+    from dta_compile.torch_compat.inductor import config
 
     parts: list[Any] = [torch.__version__, sys.implementation.cache_tag, config.get_hash()]
     if "cpu" in devices:
@@ -276,14 +276,14 @@ def environment(devices: Iterable[str]) -> tuple[Any, ...]:
 
 def is_cached() -> bool:
     """Return whether inductor's settings allow code that earlier processes left on disk."""
-    from torch._inductor import config
+    from dta_compile.torch_compat.inductor import config
 
     return config.fx_graph_cache and not config.force_disable_caches
 
 
 def why_no_compiler(devices: Iterable[str]) -> str | None:
     """Return why there is no C++ compiler for these device types; None if there is one or they need none."""
-    from torch._inductor import config
+    from dta_compile.torch_compat.inductor import config
 
     if "cpu" not in devices:
         return None
@@ -330,7 +330,7 @@ def _like(env: ShapeEnv, value: Input, known: dict[sympy.Symbol, sympy.Expr]) ->
 
 def _decomposed(source: Source, arguments: list[Any]) -> fx.GraphModule:
     """Trace a source with inductor's decompositions; results keep their strides, which later operators rely on."""
-    from torch._inductor.decomposition import select_decomp_table
+    from dta_compile.torch_compat.compiler import select_decomp_table
 
     module = make_fx(source.function(), decomposition_table=select_decomp_table())(*arguments)
     module.graph.eliminate_dead_code()

@@ -20,7 +20,9 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.fx.graph import _BoxedCodeGen
+
+from dta_compile.torch_compat.operators import functions_of_nn
+from dta_compile.torch_compat.tracing import BoxedCodeGen
 
 aten = torch.ops.aten
 _CALL = re.compile(r"\btorch\.ops\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)\(")
@@ -41,7 +43,7 @@ METHODS = (
 BINDINGS: dict[Any, Callable[..., Any]] = {
     **{overload: getattr(torch, overload._schema.name.removeprefix("aten::")) for overload in FUNCTIONS},
     **{overload: getattr(torch.Tensor, overload._schema.name.removeprefix("aten::")) for overload in METHODS},
-    aten.silu.default: torch._C._nn.silu,
+    aten.silu.default: functions_of_nn.silu,
 }
 
 
@@ -93,7 +95,7 @@ class Code:
         if boxed:
             graph = fx.Graph()
             graph.output(graph.graph_copy(module.graph, {}))
-            graph.set_codegen(_BoxedCodeGen())
+            graph.set_codegen(BoxedCodeGen())
         constants = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
         return cls(*text_of(graph), {name: getattr(module, name) for name in sorted(constants)})
 

@@ -21,10 +21,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import nn
 
 from dta_compile.integrations.tracing import traces_for_this_backend
+from dta_compile.torch_compat.autograd import current_backward
+from dta_compile.torch_compat.dynamo import skip_code
 
 __all__ = [
     "Gathered",
@@ -314,7 +315,7 @@ def _is_out_of_date(group: Any) -> bool:
 
 def _recover(states: Iterable[Any]) -> None:
     """Reset FSDP2 after a failed backward, because it would wait for the end of that one and never reduce again."""
-    if torch._C._current_graph_task_id() != -1:
+    if current_backward() != -1:
         return
     for context in _contexts(states):
         if context.post_backward_final_callback_queued:
@@ -399,15 +400,15 @@ def _after(hook: Hook, state: Any) -> Hook:
 def _as_replacement(hook: Any) -> Hook:
     """Mark a replacement hook: Dynamo inlines it in graphs, and does not compile it when it runs outside of them."""
     hook._dta_stands_in = True
-    torch._dynamo.eval_frame.skip_code(hook.__code__)
+    skip_code(hook.__code__)
     return hook  # type: ignore[no-any-return]
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
     """Cast a module's inputs or outputs as FSDP2 does in mixed precision."""
-    from torch.distributed.utils import _apply_to_tensors  # not in every build of torch
+    from dta_compile.torch_compat.autograd import apply_to_tensors
 
     def cast(value: torch.Tensor) -> torch.Tensor:
         return value.to(dtype) if value.is_floating_point() else value
 
-    return values if dtype is None else _apply_to_tensors(cast, values)
+    return values if dtype is None else apply_to_tensors(cast, values)

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch._dynamo
 
 _answer: Callable[[], bool] | None = None
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def traces_for_this_backend() -> bool:
     """Return whether Dynamo is tracing for this backend; Dynamo calls this while tracing and takes a constant."""
     return _answer is not None and _answer()

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo
 from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
@@ -125,7 +124,7 @@ def _factors(self: Any, name: str, adapters: Adapters) -> list[tuple[torch.Tenso
     ]
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def computes_as_declared(forward: Callable[..., Any], implementation: str) -> bool:
     """Return whether a class of experts with this loop (`forward` of "eager") computes what it declares.
 
@@ -135,7 +134,7 @@ def computes_as_declared(forward: Callable[..., Any], implementation: str) -> bo
     return implementation in EXACT and (implementation != "eager" or _is_of_transformers(forward))
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_declared(cls: Any, implementation: str | None) -> bool:
     """Return whether instances of a class are called through transformers' interface and compute what it declares."""
     code = getattr(cls.forward, "__code__", None)

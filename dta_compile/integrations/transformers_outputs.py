@@ -9,18 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._dynamo
 from transformers.utils import output_capturing
 
 from dta_compile.integrations.tracing import traces_for_this_backend
+from dta_compile.torch_compat import TAKES_MODULES
 
-# Functions that Dynamo calls while tracing may take modules since torch 2.13. Before that, or without this function of
-# transformers, the graph breaks.
-TAKES_MODULES = torch.__version__ >= "2.13"
+# Before torch 2.13, or without this function of transformers, the graph breaks.
 _install = getattr(output_capturing, "maybe_install_capturing_hooks", None)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _install_while_tracing(model: Any) -> None:
     assert _install is not None
     _install(model)

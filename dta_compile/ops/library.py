@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dta_compile.errors import RefusalError
+from dta_compile.torch_compat.tensors import TorchDispatchMode
 
 LIBRARY = torch.library.Library("dta", "DEF")
 LIBRARY.define("stop_gradient(Tensor value) -> Tensor")

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dta_compile.torch_compat.operators import OpOverload
+
 BATCH, TOKENS = "batch", "tokens"
 
 
@@ -72,9 +74,9 @@ class Mixer:
 
     name: str
     functions: tuple[Callable[..., Any], ...]
-    call: torch._ops.OpOverload
-    chunk: torch._ops.OpOverload
-    backward: torch._ops.OpOverload | None
+    call: OpOverload
+    chunk: OpOverload
+    backward: OpOverload | None
     operands: tuple[Operand, ...]
     dims: tuple[str, ...]
     constants: tuple[int, ...] = ()
@@ -152,6 +154,6 @@ def mixer_of_backward(target: object) -> Mixer | None:
     return next((mixer for mixer in MIXERS.values() if mixer.backward is target), None)
 
 
-def has_several_results(operator: torch._ops.OpOverload) -> bool:
+def has_several_results(operator: OpOverload) -> bool:
     """Return whether an operator returns a tuple."""
     return len(operator._schema.returns) > 1

@@ -14,7 +14,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from dta_compile.errors import RefusalError
 from dta_compile.executable import executable
@@ -24,6 +23,9 @@ from dta_compile.executable.layers import HasMixers, MixerLayer
 from dta_compile.executable.layouts import Input, Layout
 from dta_compile.passes.stage_graphs import ChunkStages
 from dta_compile.passes.symbols import symbol_sources
+from dta_compile.torch_compat.autograd import get_unwrapped, is_functorch_wrapped_tensor
+from dta_compile.torch_compat.operators import OpOverload
+from dta_compile.torch_compat.tensors import tree_leaves
 
 TORCH_FOLDER = str(pathlib.Path(torch.__file__).parent)
 OUR_FOLDER = str(pathlib.Path(__file__).parents[1])
@@ -194,7 +196,7 @@ def has_tensor(node: fx.Node) -> bool:
 
 def writes_in_place(node: fx.Node) -> bool:
     """Return whether a node's operator mutates one of its arguments."""
-    return isinstance(node.target, torch._ops.OpOverload) and _is_mutable(node.target)
+    return isinstance(node.target, OpOverload) and _is_mutable(node.target)
 
 
 def memory(node: fx.Node) -> frozenset[Any]:
@@ -206,8 +208,8 @@ def memory(node: fx.Node) -> frozenset[Any]:
 
 def _unbatched(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor that has the memory of one within `vmap`."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
     return tensor
 
 
@@ -242,7 +244,7 @@ def with_writes(nodes: Iterable[fx.Node], writes: Mapping[fx.Node, frozenset[Any
 
 
 @functools.cache
-def _is_mutable(operator: torch._ops.OpOverload) -> bool:
+def _is_mutable(operator: OpOverload) -> bool:
     """Return whether a schema is mutable; cached, since asking schemas is slow."""
     return operator._schema.is_mutable
 

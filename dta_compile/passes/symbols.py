@@ -8,8 +8,9 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._dynamo.source import ConstantSource
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
+
+from dta_compile.torch_compat.dynamo import ConstantSource
+from dta_compile.torch_compat.sizes import DimDynamic, ShapeEnv, free_unbacked_symbols
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

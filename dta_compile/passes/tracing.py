@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental import proxy_tensor
+
+from dta_compile.torch_compat.tensors import FakeTensorMode, enable_python_dispatcher
+from dta_compile.torch_compat.tracing import proxy_tensor
 
 
 @contextlib.contextmanager

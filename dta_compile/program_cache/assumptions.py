@@ -7,8 +7,8 @@ import dataclasses
 import sympy
 import torch
 from torch import fx
-from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from dta_compile.torch_compat.sizes import ShapeEnv, SymNode
 
 
 def shape_env_of(captured: fx.GraphModule) -> ShapeEnv | None:

@@ -27,10 +27,6 @@ import sympy
 import torch
 import z3
 from torch import fx
-from torch._library.custom_ops import OPDEFS
-from torch.fx.experimental import _config as symbolic_shape_config
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from dta_compile.ops.triton_use import has_triton, is_interpreted
 from dta_compile.passes import Program
@@ -39,6 +35,17 @@ from dta_compile.passes.lowering.repeated_calls import PLAIN
 from dta_compile.passes.program import OUR_FOLDER, TORCH_FOLDER
 from dta_compile.passes.symbols import SYMBOLIC
 from dta_compile.program_cache.assumptions import known_of_sizes, shape_env_of
+from dta_compile.torch_compat.operators import (
+    OPDEFS,
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    definitions,
+    implementations,
+    registrations_of,
+)
+from dta_compile.torch_compat.sizes import config as symbolic_shape_config
+from dta_compile.torch_compat.tensors import dispatch_modes, function_modes
 
 NAMESPACES = ("aten", "prims", "prim", "dta")  # of operators that versions of torch and this package define
 HIGHER_ORDER = ("tag_activation_checkpoint", "invoke_subgraph")  # their regions become part of the graph
@@ -98,7 +105,7 @@ def _versions() -> Iterator[str]:
 
 def _state_of_torch(devices: Collection[str]) -> Iterator[str]:
     """Yield the settings that change how operators are traced."""
-    if others := [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]:
+    if others := [*function_modes(), *dispatch_modes()]:
         raise NotDescribed(f"a mode is on: {type(others[0]).__name__}")
     yield f"gradients {torch.is_grad_enabled()}, inference {torch.is_inference_mode_enabled()}"
     yield f"default {torch.get_default_dtype()} {torch.get_default_device()}"
@@ -120,12 +127,12 @@ _seen: set[str] = set()  # checked registrations from Python that are torch's or
 
 def _defined_elsewhere() -> str:
     """Name an operator in our or torch's namespaces that other code defines or overrides; "" if there is none."""
-    registered = {*getattr(torch.library, "_impls", ()), *getattr(torch.library, "_defs", ())} - _seen
+    registered = {*implementations, *definitions} - _seen
     for entry in registered:
         namespace, _, name = entry.replace("::", "/", 1).partition("/")
         operator, _, key = name.partition("/")
         if namespace in NAMESPACES and key != "Meta":  # Meta computes nothing, and torch has a thousand
-            dumped = torch._C._dispatch_dump(f"{namespace}::{operator}")
+            dumped = registrations_of(f"{namespace}::{operator}")
             init = getattr(OPDEFS.get(f"{namespace}::{operator}"), "_init_fn", None)
             files = [*re.findall(r"registered at (\S+\.py):", dumped), *([init.__code__.co_filename] if init else [])]
             if others := [file for file in files if not file.startswith(OWN_FOLDERS) or file == torch.library.__file__]:
@@ -219,11 +226,11 @@ class _Graph:
 
     def _target(self, node: fx.Node) -> str:
         target: Any = node.target
-        if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-            name = str(target._qualified_op_name if isinstance(target, torch._ops.OpOverloadPacket) else target.name())
+        if isinstance(target, (OpOverload, OpOverloadPacket)):
+            name = str(target._qualified_op_name if isinstance(target, OpOverloadPacket) else target.name())
             if name.partition("::")[0] in NAMESPACES:
                 return f"{type(target).__name__} {name}"
-        elif isinstance(target, torch._ops.HigherOrderOperator):
+        elif isinstance(target, HigherOrderOperator):
             if target.name() in HIGHER_ORDER:
                 return f"higher order {target.name()}"
         elif is_known_function(target):

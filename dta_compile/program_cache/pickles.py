@@ -16,6 +16,7 @@ import torch
 
 from dta_compile.program_cache.description import C_FUNCTIONS, MOST_BYTES, NAMESPACES, is_known_function
 from dta_compile.program_cache.tables import WITH_TABLES, as_tables
+from dta_compile.torch_compat.operators import OpOverload
 
 # Modules (with submodules) whose classes may be loaded, and functions except for sympy's, some of which evaluate text.
 MODULES = (
@@ -84,7 +85,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
     @staticmethod
-    def _operator(operator: torch._ops.OpOverload) -> Any:
+    def _operator(operator: OpOverload) -> Any:
         namespace, _, name = operator._schema.name.partition("::")
         if namespace not in NAMESPACES:
             raise NotKept(f"{operator}")
@@ -127,7 +128,7 @@ class _Pickler(pickle.Pickler):
 
 _Pickler.REDUCERS = (
     (WITH_TABLES, as_tables),
-    (torch._ops.OpOverload, _Pickler._operator),
+    (OpOverload, _Pickler._operator),
     (torch.Tensor, _Pickler._tensor),
     ((torch.dtype, torch.layout, torch.memory_format), _Pickler._constant_of_torch),
     (types.MappingProxyType, _Pickler._mapping),

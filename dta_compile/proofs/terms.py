@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import sympy
 import torch
 
+from dta_compile.torch_compat.operators import OpOverload
+
 aten = torch.ops.aten
 
 INFIX = {
@@ -94,7 +96,7 @@ class Entry(Term):
 class Apply(Term):
     """A pointwise operator applied to terms and Python numbers."""
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
 

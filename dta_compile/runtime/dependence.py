@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from dta_compile.torch_compat.tensors import TorchDispatchMode, tree_leaves, tree_map
 
 aten = torch.ops.aten
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from dta_compile.errors import RefusalError
 from dta_compile.integrations import checkpoint_flags
 from dta_compile.runtime.encoders import Returned, dependence, distinct
 from dta_compile.runtime.measure.budget import default_budget
+from dta_compile.torch_compat.tensors import tree_leaves
 
 TENSOR = "<tensor>"  # stands for a tensor among the constant arguments of a method
 # Largest difference between a unit's features computed alone and with other units, in relation to their norm.

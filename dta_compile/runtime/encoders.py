@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from dta_compile.errors import RefusalError
+from dta_compile.torch_compat.operators import OpOverload
+from dta_compile.torch_compat.tensors import TorchDispatchMode, tree_leaves
 
 __all__ = ["Encoder", "Features", "Returned", "as_table", "distinct", "encode_distinct"]
 
@@ -73,7 +73,7 @@ class Returned(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not (isinstance(func, torch._ops.OpOverload) and any(of.alias_info for of in func._schema.returns)):
+        if not (isinstance(func, OpOverload) and any(of.alias_info for of in func._schema.returns)):
             self.bytes += sum(value.nbytes for value in tree_leaves(result) if isinstance(value, torch.Tensor))
         return result
 

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from dta_compile.errors import RuntimeContractError
 from dta_compile.executable.executable import FrontierValue
 from dta_compile.runtime.calls.planned_call import PlannedCall, plan_call
 from dta_compile.runtime.transparent import dense_frontier, gradient_of_cache, no_autocast
+from dta_compile.torch_compat.tensors import make_wrapper_subclass, no_torch_function, pytree, without_modes
 
 
 class ReturnedCache:
@@ -47,7 +46,7 @@ class ReturnedCache:
         assert value is not None
         return value
 
-    @torch._dynamo.disable
+    @torch.compiler.disable
     def _computed(self) -> list[torch.Tensor | None]:
         call = self.call
         is_sharded = call is not None and call.context.layers is not None  # other ranks would have to gather, too
@@ -65,7 +64,7 @@ class ReturnedCache:
                 hint="read past_key_values before, or call the model under torch.no_grad() for a KV cache",
             )
         wanted = [value.is_cache for value in call.executable.frontier]
-        with _disable_current_modes(), torch.no_grad(), no_autocast():
+        with without_modes(), torch.no_grad(), no_autocast():
             rerun = plan_call(call, "score", wanted)
             return dense_frontier(rerun)
 
@@ -95,9 +94,7 @@ class OnDemand(torch.Tensor):
         strides, step = [0] * len(sizes), 1
         for dim in reversed(value.memory_order):
             strides[dim], step = step, step * max(sizes[dim], 1)
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(sizes), strides=tuple(strides), dtype=value.dtype, device=device
-        )
+        tensor = make_wrapper_subclass(cls, tuple(sizes), strides=tuple(strides), dtype=value.dtype, device=device)
         tensor.cache, tensor.number = cache, index
         if value.differentiable and torch.is_grad_enabled():
             tensor.requires_grad_()
@@ -108,7 +105,7 @@ class OnDemand(torch.Tensor):
             tensor.register_hook(refuse)
         return tensor
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

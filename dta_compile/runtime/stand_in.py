@@ -15,6 +15,7 @@ import torch
 
 from dta_compile.errors import RefusalError
 from dta_compile.executable.executable import TensorSpec
+from dta_compile.torch_compat.tensors import make_wrapper_subclass, no_torch_function
 
 
 class StandIn(torch.Tensor):
@@ -28,16 +29,14 @@ class StandIn(torch.Tensor):
     ) -> StandIn:
         """Return a stand-in; `where` is the user's line that computes the value."""
         requires_grad = dtype.is_floating_point or dtype.is_complex
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=dtype, device=device, requires_grad=requires_grad
-        )
+        tensor = make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device, requires_grad=requires_grad)
         tensor.origin = where
         return tensor
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StandIn(shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

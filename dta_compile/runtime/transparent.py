@@ -28,6 +28,8 @@ from dta_compile.runtime.calls.schedule_buffers import (
     rows_with_gradient,
 )
 from dta_compile.runtime.rows.buffers import AllRows, RowBuffer
+from dta_compile.torch_compat.autograd import is_batchedtensor, is_legacy_batchedtensor
+from dta_compile.torch_compat.tensors import DisableAutocast
 
 logger = logging.getLogger("dta_compile")
 
@@ -37,13 +39,13 @@ Result = TypeVar("Result")
 @contextlib.contextmanager
 def no_autocast() -> Iterator[None]:
     """Switch autocast off: casts are explicit in the graphs, and autocast must not add others."""
-    with torch._C._DisableAutocast():
+    with DisableAutocast():
         yield
 
 
 def is_batched(value: torch.Tensor) -> bool:
     """Return whether a tensor is batched by `torch.func.vmap` or the legacy `vmap`."""
-    return bool(torch._C._functorch.is_batchedtensor(value) or torch._C._functorch.is_legacy_batchedtensor(value))
+    return bool(is_batchedtensor(value) or is_legacy_batchedtensor(value))
 
 
 class TreeRun:

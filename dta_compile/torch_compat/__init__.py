@@ -1,7 +1,8 @@
 """The only place that touches private parts of torch: everything else imports them from the modules in here.
 
-A torch without one of them gets a `MissingTorchPartError`, which says what it was needed for. Parts that we can do
-without are in `regions` and `inductor`, which say so by a warning. `probe` names everything that is missing at once.
+Importing it imports these modules: a torch that lacks a part gets a `MissingTorchPartError`, which names all that is
+missing, and what it was needed for. `regions` is what we can do without; `inductor` and `compiler` are imported where
+code is generated, without which the reference steps run.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from dta_compile.errors import MissingTorchPartError
 
 MODULES = ("autograd", "dynamo", "frames", "operators", "sizes", "tensors", "tracing")
+# Functions that Dynamo calls while tracing may take modules.
+TAKES_MODULES = torch.__version__ >= "2.13"
 MARK = "_dta_wrappers"  # attribute of a wrapped function: the names of our wrappers around it
 
 
@@ -44,8 +47,8 @@ def wrap_once(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         setattr(owner, name, wrapped)
 
 
-def probe() -> None:
-    """Import every module of this package; raise one `MissingTorchPartError` that lists all that torch lacks."""
+def _probe() -> None:
+    """Import the modules; raise one `MissingTorchPartError` that lists all that torch lacks."""
     missing: list[MissingTorchPartError] = []
     for name in MODULES:
         try:
@@ -64,3 +67,6 @@ def _missing(got: str, purpose: str) -> MissingTorchPartError:
         got=got,
         hint="install one of these versions of torch, or a newer dta_compile",
     )
+
+
+_probe()

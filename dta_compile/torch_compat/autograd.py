@@ -6,17 +6,17 @@ Correctness depends on the switches: a graph's calls are compared with them by i
 from dta_compile.torch_compat import needed_for
 
 with needed_for("following gradients through a graph"):
-    from torch import _functionalize_has_data_mutation as has_data_mutation
-    from torch import _sync as sync
+    from torch import _functionalize_has_data_mutation as has_data_mutation  # type: ignore[attr-defined]
+    from torch import _sync as sync  # type: ignore[attr-defined]
     from torch._C import _log_api_usage_once as log_usage
     from torch._C import _set_grad_enabled as set_grad_enabled
     from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
-    from torch._functorch.autograd_function import autograd_function_apply
     from torch.amp.autocast_mode import _enter_autocast as enter_autocast
     from torch.autograd.grad_mode import _enter_inference_mode as enter_inference_mode
     from torch.autograd.grad_mode import _exit_inference_mode as exit_inference_mode
 
 with needed_for("noticing torch.func"):
+    from torch._C._functorch import _grad_increment_nesting as begin_grad
     from torch._C._functorch import (
         get_dynamic_layer_stack_depth,
         get_inplace_requires_grad_allowed,
@@ -28,8 +28,10 @@ with needed_for("noticing torch.func"):
         pop_dynamic_layer_stack_and_undo_to_depth,
         set_inplace_requires_grad_allowed,
     )
+    from torch._functorch import predispatch
+    from torch._functorch.predispatch import _jvp_increment_nesting as begin_jvp
 
 with needed_for("the order of gradients in a backward pass"):
     from torch._C import _current_graph_task_id as current_backward
-    from torch.autograd import _get_sequence_nr as sequence_number
+    from torch.autograd import _get_sequence_nr as sequence_number  # type: ignore[attr-defined]
     from torch.distributed.utils import _apply_to_tensors as apply_to_tensors

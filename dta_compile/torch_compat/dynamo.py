@@ -13,8 +13,8 @@ with needed_for("capturing a model's graph"):
         RestartAnalysis,
         ShortenTraceback,
         TensorifyScalarRestartAnalysis,
-        Unsupported,
         UnspecializeRestartAnalysis,
+        Unsupported,
     )
     from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder
     from torch._dynamo.output_graph import OutputGraph
@@ -43,6 +43,5 @@ with needed_for("capturing a model's graph"):
     from torch._dynamo.variables.tensor import SymNodeVariable
     from torch._guards import CompileContext, Source
 
-# The guard that a module has no hooks, which Dynamo names after the method that makes it.
-with needed_for("noticing hooks that are registered after the first call"):
-    NO_HOOKS = GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT.__name__
+with needed_for("running code of a trace outside of it"):
+    from torch.compiler import _is_compiling_flag  # set by name, since it is read from its module

@@ -12,5 +12,8 @@ with needed_for("noticing operators that other code registers"):
     from torch.library import _defs as definitions
     from torch.library import _impls as implementations
 
+with needed_for("the matrix products that torch is built with"):
+    from torch._C import __file__ as LIBRARY
+
 with needed_for("checks of values on a device"):
     from torch import _assert_async as assert_async

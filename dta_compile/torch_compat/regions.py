@@ -5,7 +5,7 @@ import torch
 try:
     import torch._dynamo.variables.invoke_subgraph as reuse
     from torch._dynamo.config import inline_invoke_subgraph  # noqa: F401: a setting that is patched by name
-    from torch._dynamo.guards import GUARD_VALUE_DISPATCH, SKIP_GUARD, GuardCheckSpec
+    from torch._dynamo.guards import GUARD_VALUE_DISPATCH, SKIP_GUARD, GuardBuilder, GuardCheckSpec
     from torch._dynamo.utils import build_invoke_subgraph_variable
     from torch._dynamo.variables.invoke_subgraph import (
         InputFingerprint,
@@ -20,6 +20,9 @@ try:
         stamp_out_subgraph,
     )
 
+    # Names of guards: two sources are one object; a tensor's properties, which each tensor gets of its own; a constant.
+    IS_ONE, OF_TENSOR = GuardBuilder.DUPLICATE_INPUT.__name__, GuardBuilder.TENSOR_MATCH.__name__
+    OF_CONSTANT = {GuardBuilder.EQUALS_MATCH.__name__, GuardBuilder.CONSTANT_MATCH.__name__}
     WHY_NONE = ""
-except ImportError as error:
+except (ImportError, AttributeError) as error:
     WHY_NONE = f"torch {torch.__version__} lacks it: {error}"

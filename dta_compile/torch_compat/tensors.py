@@ -1,5 +1,7 @@
 """Tensors without values, tensors that stand for others, and modes of the dispatcher."""
 
+import torch
+
 from dta_compile.torch_compat import needed_for
 
 with needed_for("tensors without values"):
@@ -26,3 +28,6 @@ with needed_for("code that runs below the user's modes"):
 with needed_for("results that are nested in lists and dictionaries"):
     from torch.utils import _pytree as pytree
     from torch.utils._pytree import tree_leaves, tree_map
+
+with needed_for("tensors whose values come later"):
+    make_wrapper_subclass = torch.Tensor._make_wrapper_subclass

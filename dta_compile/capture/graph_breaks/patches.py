@@ -6,23 +6,24 @@ branches that are skipped where no rows are selected.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo.output_graph import OutputGraph
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables import (
-    ConstantVariable,
-    SliceVariable,
-    TensorVariable,
-    TorchInGraphFunctionVariable,
-)
-from torch._dynamo.variables.tensor import SymNodeVariable
 
 from dta_compile.capture import dynamo
 from dta_compile.capture.graph_breaks import selected_branches
+from dta_compile.torch_compat import frames, wrap_once
+from dta_compile.torch_compat.autograd import get_inplace_requires_grad_allowed, set_inplace_requires_grad_allowed
+from dta_compile.torch_compat.dynamo import (
+    ConstantVariable,
+    InstructionTranslatorBase,
+    OutputGraph,
+    SliceVariable,
+    SymNodeVariable,
+    TensorVariable,
+    TorchInGraphFunctionVariable,
+)
 
 
 def avoid() -> None:
@@ -34,21 +35,17 @@ def avoid() -> None:
         (InstructionTranslatorBase, "step", selected_branches.taking_branches),
         (OutputGraph, "compile_subgraph", selected_branches.refusing_open_branches),
     ):
-        method = getattr(owner, name, None)
-        if method is not None and not hasattr(method, "of_dta"):
-            setattr(owner, name, patched(method))
+        wrap_once(owner, name, patched)
 
 
 def _specialising_bools(call: Callable[..., Any]) -> Callable[..., Any]:
     """Specialise symbolic bools among attention's arguments, as in `is_causal=tokens > 1`, under a guard."""
 
-    @functools.wraps(call)
     def call_function(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if self.value is torch.nn.functional.scaled_dot_product_attention and dynamo.is_ours(tx.output.compiler_fn):
+        if self.value is torch.nn.functional.scaled_dot_product_attention and frames.is_ours(tx.output.compiler_fn):
             args, kwargs = [*map(_as_bool, args)], {name: _as_bool(value) for name, value in kwargs.items()}
         return call(self, tx, args, kwargs)
 
-    call_function.of_dta = True  # type: ignore[attr-defined]
     return call_function
 
 
@@ -64,22 +61,20 @@ def _tracing_requires_grad(method: Callable[..., Any]) -> Callable[..., Any]:
     It changes no gradient of a parameter, so the graph only records that the value requires a gradient.
     """
 
-    @functools.wraps(method)
     def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
         asked = requires_grad is True or (requires_grad is not False and requires_grad.as_python_constant())
         value = self.as_proxy().node.meta["example_value"]
-        if not asked or self.source or value.requires_grad or not dynamo.is_ours(tx.output.compiler_fn):
+        if not asked or self.source or value.requires_grad or not frames.is_ours(tx.output.compiler_fn):
             return method(self, tx, requires_grad)
-        before = torch._C._functorch.get_inplace_requires_grad_allowed()
-        torch._C._functorch.set_inplace_requires_grad_allowed(True)
+        before = get_inplace_requires_grad_allowed()
+        set_inplace_requires_grad_allowed(True)
         try:
             value.requires_grad_()
         finally:
-            torch._C._functorch.set_inplace_requires_grad_allowed(before)
+            set_inplace_requires_grad_allowed(before)
         self.requires_grad = True
         return self
 
-    method_requires_grad_.of_dta = True  # type: ignore[attr-defined]
     return method_requires_grad_
 
 
@@ -89,7 +84,6 @@ def _tracing_tolist(method: Callable[..., Any]) -> Callable[..., Any]:
     The numbers of `bincount(experts, minlength=E)` are E if no index is larger, which the size of a list has to tell.
     """
 
-    @functools.wraps(method)
     def method_tolist(self: Any, tx: Any) -> Any:
         if not dynamo.traces_selections(tx.output):
             return method(self, tx)
@@ -104,5 +98,4 @@ def _tracing_tolist(method: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             mode.allow_scalar_outputs = before
 
-    method_tolist.of_dta = True  # type: ignore[attr-defined]
     return method_tolist

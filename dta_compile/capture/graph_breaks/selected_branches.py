@@ -23,11 +23,16 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, TensorVariable
-from torch._dynamo.variables.lists import BaseListVariable
-from torch._dynamo.variables.tensor import SymNodeVariable
 
 from dta_compile.capture import dynamo
+from dta_compile.torch_compat.dynamo import (
+    BaseListVariable,
+    ConstantVariable,
+    LazyVariableTracker,
+    SymNodeVariable,
+    TensorVariable,
+)
+from dta_compile.torch_compat.operators import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 # By name, whether a conditional jump jumps if its condition is true.
 JUMPS = {
@@ -83,7 +88,6 @@ def taking_branches(step: Callable[[Any], bool]) -> Callable[[Any], bool]:
                 _begin(self, instruction)
         return step(self)
 
-    step_taking_branches.of_dta = True  # type: ignore[attr-defined]
     return step_taking_branches
 
 
@@ -96,7 +100,6 @@ def refusing_open_branches(compile_subgraph: Callable[..., Any]) -> Callable[...
             dynamo.trace_without_branches()
         return compile_subgraph(self, *args, **kwargs)
 
-    compile_subgraph_outside.of_dta = True  # type: ignore[attr-defined]
     return compile_subgraph_outside
 
 
@@ -215,16 +218,16 @@ def _is_read(translator: Any, name: str) -> bool:
 def _written(node: fx.Node) -> Iterator[fx.Node | None]:
     """Yield the values that a node writes to; None if it may be any."""
     name = _name(node)
-    if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator) or "out" in node.kwargs:
+    if node.op == "call_module" or isinstance(node.target, HigherOrderOperator) or "out" in node.kwargs:
         yield None
     elif node.op in ("call_method", "call_function"):
         is_method = name.endswith("_") and not name.endswith("__")
         if is_method or node.target in (operator.setitem, *IN_PLACE) or _is_in_place(node):
             yield node.args[0] if isinstance(node.args[0], fx.Node) else None
         overloads = [node.target]
-        if isinstance(node.target, torch._ops.OpOverloadPacket):
+        if isinstance(node.target, OpOverloadPacket):
             overloads = [getattr(node.target, overload) for overload in node.target.overloads()]
-        schemas = [one._schema for one in overloads if isinstance(one, torch._ops.OpOverload)]
+        schemas = [one._schema for one in overloads if isinstance(one, OpOverload)]
         if name in ("batch_norm", "instance_norm") or any(schema.is_mutable for schema in schemas):
             yield None
 

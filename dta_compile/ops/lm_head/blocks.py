@@ -29,6 +29,7 @@ from dta_compile.ops.lm_head.operators import (
     block_columns,
 )
 from dta_compile.ops.products import add_product
+from dta_compile.torch_compat.operators import assert_async
 
 
 class _Blocks(Head):
@@ -78,7 +79,7 @@ def linear_log_prob(*arguments: Any) -> Results:
     rows, chosen = hidden.shape[0], 0 if labels is None else labels.shape[1]
     if labels is not None:
         in_range = (labels >= 0) & (labels < weight.shape[0])
-        torch._assert_async(in_range.all(), "a label is outside of the vocabulary")
+        assert_async(in_range.all(), "a label is outside of the vocabulary")
     logit = hidden.new_zeros((rows, chosen), dtype=dtype)
     exps, products, total = hidden.new_zeros((3, rows, 1), dtype=dtype)
     largest, best = hidden.new_full((rows, 1), -torch.inf, dtype=dtype), hidden.new_zeros((rows, 1), dtype=torch.int64)

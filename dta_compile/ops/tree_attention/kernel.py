@@ -18,6 +18,7 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from dta_compile.ops.attention import empty_by_tokens
+from dta_compile.torch_compat.operators import LIBRARY
 
 DTYPES = {torch.float32: ("float32", "sgemm_"), torch.float64: ("float64", "dgemm_")}  # kernel suffix and BLAS function
 
@@ -203,5 +204,5 @@ def _run(
 @functools.cache
 def _address(function: str) -> int:
     """Return the address of a function of torch's BLAS; raise `AttributeError` if there is none."""
-    loaded = ctypes.CDLL(torch._C.__file__)  # symbols of its dependencies resolve, too
+    loaded = ctypes.CDLL(LIBRARY)  # symbols of its dependencies resolve, too
     return ctypes.cast(getattr(loaded, function), ctypes.c_void_p).value or 0

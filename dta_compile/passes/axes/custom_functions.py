@@ -11,8 +11,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dta_compile.ops.autograd_function import AutogradFunctionCall, custom_function
 from dta_compile.passes.axes.token_rules import pointwise, rule_for
@@ -20,6 +18,7 @@ from dta_compile.passes.graphs.operators import SAME_ENTRIES
 from dta_compile.passes.program import Program
 from dta_compile.passes.symbols import SYMBOLIC, expression
 from dta_compile.passes.tracing import attribute_set, tracing
+from dta_compile.torch_compat.tensors import TorchDispatchMode, pytree
 
 aten = torch.ops.aten
 Shape = tuple[sympy.Expr, ...]

@@ -39,6 +39,7 @@ from dta_compile.passes.graphs.operators import (
     is_tagged_pointwise,
 )
 from dta_compile.passes.symbols import sizes
+from dta_compile.torch_compat.operators import OpOverload
 
 aten = torch.ops.aten
 
@@ -367,7 +368,7 @@ def register_token_rule(op: Any, rule: Rule) -> None:
 
     The operator must work on any number of tokens, and give each token the same result whatever its neighbours are.
     """
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         raise OptionError(
             "register_token_rule needs an operator overload",
             expected="for example torch.ops.my_library.my_op.default",

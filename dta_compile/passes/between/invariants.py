@@ -21,6 +21,7 @@ from dta_compile.passes.between.listing import field_of, graphs
 from dta_compile.passes.contracts import ContractError, Pass
 from dta_compile.passes.graphs.storage import owner, storages, view_source
 from dta_compile.passes.program import Mixed, Program, has_tensor, output_node, writes_in_place
+from dta_compile.torch_compat.operators import OpOverload
 
 Violations = Callable[[Program], Iterable[object]]
 
@@ -97,9 +98,7 @@ def _functional(program: Program) -> Iterator[object]:
 
 def _has_value(node: fx.Node) -> bool:
     """Return whether a node must have a value: calls do, except assertions, which return nothing."""
-    return node.op == "call_function" and (
-        not isinstance(node.target, torch._ops.OpOverload) or bool(node.target._schema.returns)
-    )
+    return node.op == "call_function" and (not isinstance(node.target, OpOverload) or bool(node.target._schema.returns))
 
 
 @_rule("every value of the lowered graph has been interpreted, with an axis for each dimension", "module", "values")

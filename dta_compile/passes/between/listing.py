@@ -10,6 +10,7 @@ from torch import fx
 
 from dta_compile.passes.contracts import FIELDS, Pass
 from dta_compile.passes.program import Program, where
+from dta_compile.torch_compat.operators import OpOverload
 
 MADE_BY = "made_by"  # key of `node.meta`: the name of the pass that made the node
 
@@ -73,7 +74,7 @@ def _statement(node: fx.Node) -> str:
 
 
 def _name(target: Any) -> str:
-    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+    return str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target))
 
 
 def _shown(value: Any) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dta_compile.errors import RefusalError
 from dta_compile.executable.layouts import Axis, Flat, InputKind, Layout
@@ -24,6 +23,7 @@ from dta_compile.passes.graphs.operators import OF_TWO_TENSORS, SQUEEZES, TAKE_A
 from dta_compile.passes.graphs.subgraph import graph_module
 from dta_compile.passes.program import ChunkInput, Program, has_tensor, where
 from dta_compile.passes.symbols import free_symbols, new_size, sizes, symbolic
+from dta_compile.torch_compat.sizes import ShapeEnv
 
 aten = torch.ops.aten
 

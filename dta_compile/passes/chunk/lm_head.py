@@ -13,9 +13,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from dta_compile.ops.dtypes import statistics_dtype
@@ -26,6 +23,8 @@ from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import descendants, swaps
 from dta_compile.passes.graphs.operators import LINEAR_LAYERS, TRANSPOSITIONS
 from dta_compile.passes.program import Program, ancestors
+from dta_compile.torch_compat.sizes import ShapeEnv
+from dta_compile.torch_compat.tensors import DisableAutocast, FakeTensorMode, enable_python_dispatcher
 
 aten = torch.ops.aten
 # The backward recomputes the logits, a fourth matrix product beside three. From about this size on that costs less than
@@ -118,7 +117,7 @@ def _propagate(program: Program) -> None:
     """Give the nodes of the chunk graph fake tensors of a chunk; those that they have are over the whole batch."""
     shape_env = ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
-    with mode, enable_python_dispatcher(), torch._C._DisableAutocast(), torch.no_grad():
+    with mode, enable_python_dispatcher(), DisableAutocast(), torch.no_grad():
         FakeTensorProp(program.chunk, mode).propagate_dont_convert_inputs(*fake_inputs(program, *free_sizes(shape_env)))
 
 

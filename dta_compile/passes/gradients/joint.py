@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.chunk.chunk_graph import chunk_device, fake_inputs, free_sizes
@@ -25,6 +23,8 @@ from dta_compile.passes.program import Program, output_node
 from dta_compile.passes.stage_graphs import ChunkStages, KeptValue, Memory, StageGraphs, StageOfChunk
 from dta_compile.passes.symbols import expression
 from dta_compile.passes.tracing import tracing
+from dta_compile.torch_compat.sizes import ShapeEnv
+from dta_compile.torch_compat.tensors import DisableAutocast, FakeTensorMode
 
 aten = torch.ops.aten
 
@@ -158,7 +158,7 @@ def _traced_stages(program: Program, grad_outputs: list[int]) -> tuple[list[tupl
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     tokens, head_rows = free_sizes(shape_env)
     gradients = torch.enable_grad() if program.training else torch.no_grad()
-    with tracing(mode), torch._C._DisableAutocast():
+    with tracing(mode), DisableAutocast():
         primals = fake_inputs(program, tokens, head_rows)
         tangents = {
             i: torch.empty(

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from dta_compile.codegen.worker import reason
 from dta_compile.errors import RefusalError
@@ -27,6 +26,7 @@ from dta_compile.passes.graphs.nodes import descendants, is_item, sizes_from_inp
 from dta_compile.passes.graphs.storage import write_to_new_values
 from dta_compile.passes.graphs.subgraph import Subgraph, graph_module, missing
 from dta_compile.passes.program import ancestors, output_node, where_now
+from dta_compile.torch_compat.tracing import make_fx
 
 
 @dataclasses.dataclass(eq=False)

@@ -15,12 +15,12 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
 from dta_compile.passes.graphs.operators import FILL_ARGUMENTS, FILL_NUMBERS, is_tagged_pointwise
 from dta_compile.passes.program import has_tensor, writes_in_place
 from dta_compile.passes.symbols import expression, symbol_sources
+from dta_compile.torch_compat.sizes import FloorDiv, Mod, PythonMod
+from dta_compile.torch_compat.tensors import enable_python_dispatcher
 
 aten = torch.ops.aten
 

@@ -16,6 +16,7 @@ from dta_compile.passes.graphs.nodes import call, is_item
 from dta_compile.passes.graphs.operators import FUNCTIONAL_VARIANTS, MAYBE_COPIES, UNDECLARED_VIEWS
 from dta_compile.passes.program import has_tensor, writes_in_place
 from dta_compile.passes.symbols import expression
+from dta_compile.torch_compat.operators import OpOverload
 
 Storage = tuple[fx.Node | str, int]  # the node that allocates it (or the name of an input's), position of the result
 
@@ -34,14 +35,14 @@ def view_source(node: fx.Node) -> fx.Node | None:
     """Return the argument whose storage a node's result is in (of a view, an item of one, an in-place operator)."""
     if is_item(node):
         return view_source(node.args[0])
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return None
     position = _viewed_argument(node.target)
     return None if position is None else node.args[position]
 
 
 @functools.cache
-def _viewed_argument(operator: torch._ops.OpOverload) -> int | None:
+def _viewed_argument(operator: OpOverload) -> int | None:
     """Return the position of the argument that an operator's result aliases; cached, since asking schemas is slow."""
     if operator in UNDECLARED_VIEWS:
         return 0

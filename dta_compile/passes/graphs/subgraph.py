@@ -9,10 +9,10 @@ from typing import Any
 import networkx as nx
 import torch
 from torch import fx
-from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from dta_compile.executable.layouts import Flat, Layout
 from dta_compile.passes.program import Value, ancestors, items_of
+from dta_compile.torch_compat.tracing import LazyGraphModule
 
 
 class Subgraph:
@@ -70,7 +70,7 @@ def missing(
 
 def graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
     """Make a module that generates code at its first call: most graphs are never run, or rewritten before."""
-    return _LazyGraphModule(root, graph)
+    return LazyGraphModule(root, graph)
 
 
 def cheapest_cut(

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._decomp import get_decompositions
 
 from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_CALL, Masking
@@ -22,6 +21,7 @@ from dta_compile.passes.graphs.nodes import filled_with, full_for, replace_nodes
 from dta_compile.passes.graphs.operators import FULL_VARIANTS, UNINITIALIZED
 from dta_compile.passes.lowering.attention.rewrite import dropout_refusal
 from dta_compile.passes.program import where_now
+from dta_compile.torch_compat.tracing import get_decompositions
 
 aten = torch.ops.aten
 

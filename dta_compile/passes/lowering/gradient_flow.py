@@ -14,21 +14,28 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._C._functorch import (
-    get_dynamic_layer_stack_depth,
-    get_unwrapped,
-    is_batchedtensor,
-    pop_dynamic_layer_stack_and_undo_to_depth,
-)
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.functional_tensor import FunctionalTensor, mb_unwrap_functional_tensor
-from torch.utils import _pytree as pytree
 
 from dta_compile.codegen.worker import reason
 from dta_compile.errors import DTAError, FinalRefusal, RefusalError
+from dta_compile.executable.as_captured import TAG_ACTIVATION_CHECKPOINT
 from dta_compile.passes.program import where
 from dta_compile.passes.symbols import SYMBOLIC, reads_number
 from dta_compile.passes.tracing import attribute_set
+from dta_compile.torch_compat import autograd
+from dta_compile.torch_compat.autograd import (
+    get_dynamic_layer_stack_depth,
+    get_unwrapped,
+    has_data_mutation,
+    is_batchedtensor,
+    pop_dynamic_layer_stack_and_undo_to_depth,
+    sync,
+)
+from dta_compile.torch_compat.tensors import (
+    FunctionalTensor,
+    enable_python_dispatcher,
+    mb_unwrap_functional_tensor,
+    pytree,
+)
 
 # Torch's own functions, operators and methods by name whose floating-point results are all tracked by autograd if an
 # argument is. None of them writes to an argument, detaches, or changes the gradient mode.
@@ -45,7 +52,7 @@ TRACKED_THROUGH = frozenset(
 )
 OF_TORCH = (None, "_operator", "torch", "torch._C._nn", "torch.functional", "torch.nn.functional")
 HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
-DERIVATIVES = ("_grad_increment_nesting", "_jvp_increment_nesting")
+DERIVATIVES = (autograd.begin_grad, autograd.begin_jvp)
 CACHES_CASTS = 3  # the position of `cache_enabled` in the arguments of torch's `_enter_autocast`
 
 
@@ -93,10 +100,9 @@ class CapturedInterpreter(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call, and a checkpointed region inline."""
-        name = getattr(target, "__name__", "")
-        if name == "_log_api_usage_once":
+        if target is autograd.log_usage:
             return None
-        if name == "tag_activation_checkpoint":
+        if target is TAG_ACTIVATION_CHECKPOINT:
             body, *operands = args  # the runtime decides what to keep and what to recompute
             result = self.inside(body).run(*operands)
             if any(map(was_written, operands)):
@@ -108,7 +114,7 @@ class CapturedInterpreter(fx.Interpreter):
                     hint="leave torch.utils.checkpoint out: the plan says what is kept and what is computed again",
                 )
             return result
-        if name == "_enter_autocast":
+        if target is autograd.enter_autocast:
             # An autocast object from outside the graph carries its own flag for caching casts of weights. With the
             # cache on, casts of one trace would be constants of the next one.
             args = (*args[:CACHES_CASTS], False)
@@ -166,10 +172,9 @@ class GradientFlow(CapturedInterpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call, with inference mode as `no_grad`: inference tensors could not be differentiated later."""
-        name = getattr(target, "__name__", "")
-        if name == "_enter_inference_mode":
+        if target is autograd.enter_inference_mode:
             return torch.set_grad_enabled(torch.is_grad_enabled() and not args[0])
-        if name == "_exit_inference_mode":
+        if target is autograd.exit_inference_mode:
             return args[0].__exit__(None, None, None)
         return super().call_function(target, args, kwargs)
 
@@ -205,9 +210,9 @@ def _may_cut(graph: fx.Graph) -> bool:
     tracked, is_on = set(), True
     for node in graph.nodes:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        if name == "_set_grad_enabled":
+        if node.target is autograd.set_grad_enabled:
             is_on = node.args[0]
-        elif name == "_enter_inference_mode":
+        elif node.target is autograd.enter_inference_mode:
             return True
         elif node.op == "placeholder":
             if getattr(node.meta["example_value"], "requires_grad", False):
@@ -239,7 +244,7 @@ def _refuse_derivatives(module: fx.GraphModule) -> None:
                     hint="scale what it would scale after the last attention, or register hooks on parameters,"
                     " outside of the compiled function",
                 )
-            if getattr(node.target, "__name__", "") in DERIVATIVES:
+            if node.target in DERIVATIVES:
                 named = next((later for later in nodes[i:] if later.meta.get("stack_trace")), node)
                 raise RefusalError(
                     "a derivative is taken inside of the compiled function (torch.func.grad, vjp, jvp, hessian)",
@@ -281,8 +286,8 @@ def was_written(value: Any) -> bool:
     """Return whether an input of a functional trace has been written to."""
     if not isinstance(value, FunctionalTensor):
         return False
-    torch._sync(value)  # type: ignore[attr-defined]
-    return bool(torch._functionalize_has_data_mutation(value.elem))  # type: ignore[attr-defined]
+    sync(value)
+    return bool(has_data_mutation(value.elem))
 
 
 def tensors(values: Any) -> list[torch.Tensor]:

@@ -20,11 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
-from torch._subclasses.functional_tensor import FunctionalTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from dta_compile.errors import FinalRefusal, RefusalError
 from dta_compile.executable.layouts import Input, InputKind
@@ -60,10 +56,14 @@ from dta_compile.passes.lowering.shifts import shifts_to_mixers
 from dta_compile.passes.program import Program, ancestors, output_node, where
 from dta_compile.passes.symbols import depends_on_data, reads_number
 from dta_compile.passes.tracing import attribute_set, tracing
+from dta_compile.torch_compat import autograd
+from dta_compile.torch_compat.autograd import from_fun, to_fun
+from dta_compile.torch_compat.tensors import FunctionalTensorMode, pytree
+from dta_compile.torch_compat.tracing import make_fx
 
 aten = torch.ops.aten
 TRAINED = InputKind.PARAMETER, InputKind.DIFFERENTIABLE_DATA
-GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
+GRADIENT_MODES = (autograd.set_grad_enabled, autograd.enter_inference_mode, autograd.exit_inference_mode)
 
 
 @contract(reads=["captured", "training", "length"], fills=["inputs", "module", "placeholders", "draws", "written"])
@@ -308,10 +308,9 @@ class _DetachingInterpreter(CapturedInterpreter):
         return pytree.tree_map_only(torch.Tensor, marked, result)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = getattr(target, "__name__", "")
-        if name in GRADIENT_MODES:
+        if target in GRADIENT_MODES:
             return None  # the flow of gradients is known already
-        if name == "autograd_function_apply":
+        if target is torch.ops.higher_order.autograd_function_apply:
             return autograd_function.capture(args, kwargs)
         if self.length is not None:
             args, kwargs = self.length.rewritten(target, args, kwargs)

@@ -19,7 +19,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from dta_compile.ops.attention import ATTENTION_CALL, Masking
 from dta_compile.ops.experts.operators import EXPERT_LINEAR, EXPERT_SUM
@@ -40,6 +39,7 @@ from dta_compile.passes.lowering.attention.distances import positions
 from dta_compile.passes.lowering.shifts import shifted
 from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import expression, sizes
+from dta_compile.torch_compat.tensors import tree_leaves
 
 aten = torch.ops.aten
 

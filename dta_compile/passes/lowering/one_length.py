@@ -24,12 +24,13 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils import _pytree as pytree
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.program import where
 from dta_compile.passes.symbols import expression, hint, new_size
+from dta_compile.torch_compat.operators import OpOverloadPacket
+from dta_compile.torch_compat.sizes import ShapeEnv
+from dta_compile.torch_compat.tensors import pytree
 
 RESHAPES = ("view", "reshape")
 EXPANSIONS = ("expand", "broadcast_to")
@@ -279,7 +280,7 @@ _IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "and", "or", "xor", "po
 
 def _is_pointwise(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []
+    overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else []
     return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in overloads)
 
 

@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._C._functorch import get_dynamic_layer_stack_depth
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, snapshot_fake, track_tensor
-from torch.utils import _pytree as pytree
 
 from dta_compile.ops.library import is_random
 from dta_compile.passes.graphs.nodes import First, descendants
 from dta_compile.passes.graphs.storage import owner
 from dta_compile.passes.program import has_tensor, output_node, writes_in_place
 from dta_compile.passes.symbols import SYMBOLIC
+from dta_compile.torch_compat.autograd import get_dynamic_layer_stack_depth
+from dta_compile.torch_compat.operators import OpOverload
+from dta_compile.torch_compat.tensors import DisableTorchFunction, FakeTensor, pytree
+from dta_compile.torch_compat.tracing import get_proxy_mode, get_proxy_slot, snapshot_fake, track_tensor
 
 # Types of arguments whose text says all of them.
 NUMBERS = (int, float, complex, bool, str, type(None), type(Ellipsis))
@@ -67,7 +67,7 @@ class RepeatedCalls:
         if mode is None or get_dynamic_layer_stack_depth():
             return call(target, args, kwargs)
         arguments = _Arguments(mode.tracer)
-        with torch._C.DisableTorchFunction():  # reading a tensor's sizes is no call of the model
+        with DisableTorchFunction():  # reading a tensor's sizes is no call of the model
             try:
                 key = target, arguments.facts(args), arguments.facts(kwargs), _autocast(arguments.tensors)
             except _NotForCopies:
@@ -202,5 +202,5 @@ def merge_equal_values(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
 def _is_pure(node: fx.Node) -> bool:
     """Return whether a node is a pure function of its arguments."""
     target = node.target
-    is_torchs_own = not isinstance(target, torch._ops.OpOverload) or target.namespace in ("aten", "prims")
+    is_torchs_own = not isinstance(target, OpOverload) or target.namespace in ("aten", "prims")
     return is_torchs_own and not is_random(target) and not node.is_impure()

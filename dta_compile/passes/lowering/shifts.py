@@ -23,13 +23,13 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils._sympy.functions import Min, Mod, PythonMod
 
 from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
 from dta_compile.passes.graphs.nodes import call, descendants, filled_with, is_float
 from dta_compile.passes.graphs.operators import COPIES, LINEAR_LAYERS, MATRIX_PRODUCTS, RESHAPES
 from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import expression, sizes
+from dta_compile.torch_compat.sizes import Min, Mod, PythonMod
 
 aten = torch.ops.aten
 

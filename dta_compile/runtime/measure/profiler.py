@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._logging._internal import trace_structured
 from torch.autograd import profiler
 
 from dta_compile.plan import Op
 from dta_compile.plan.timeline import op_name
+from dta_compile.torch_compat.tracing import trace_structured
 
 _NOTHING = contextlib.nullcontext()
 

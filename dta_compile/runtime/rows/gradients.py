@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from dta_compile.torch_compat.autograd import sequence_number
+
 Edge = tuple[Node, int]
 
 
@@ -27,7 +29,7 @@ class RowGradients:
 
     def begin_row(self) -> None:
         """Mark autograd nodes that are made from now on as nodes of the row."""
-        self._first_of_row = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self._first_of_row = sequence_number()
 
     def of_row(self, loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """Return the gradients of a row's loss for some leaves (None: no dependence); add the others to the sums."""

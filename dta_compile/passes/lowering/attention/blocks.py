@@ -18,7 +18,6 @@ import operator
 import sympy
 import torch
 from torch import fx
-from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import SizeNodes, call
@@ -26,6 +25,7 @@ from dta_compile.passes.graphs.operators import CASTS, COPIES, MASKED_FILLS, RES
 from dta_compile.passes.lowering.attention.factors import Mismatch, number_of
 from dta_compile.passes.symbols import expression, sizes
 from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
+from dta_compile.torch_compat.sizes import FloorDiv, Mod, PythonMod
 
 aten = torch.ops.aten
 

@@ -18,7 +18,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils._sympy.functions import Min
 
 from dta_compile.ops.attention import Masking
 from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, CHOSEN, Choosing
@@ -41,6 +40,7 @@ from dta_compile.passes.lowering.attention.rewrite import Attention, Rewrite
 from dta_compile.passes.lowering.attention.scores import Scores
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import expression, sizes
+from dta_compile.torch_compat.sizes import Min
 
 aten = torch.ops.aten
 

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator
 import sympy
 import torch
 from torch import fx
-from torch.utils._sympy.functions import FloorDiv
 
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.axes.shape_rules import Labels, labelled_source, labels_in, reshape_groups
@@ -26,6 +25,7 @@ from dta_compile.passes.graphs.operators import (
 from dta_compile.passes.lowering.experts.slot_numbers import counts_from_zero
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import expression, sizes
+from dta_compile.torch_compat.sizes import FloorDiv
 
 aten = torch.ops.aten
 

@@ -16,7 +16,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from dta_compile.ops.distances import BY_DEPTH, ENTRIES_BY_DISTANCE, HIDDEN_PAIRS
 from dta_compile.passes.axes.layouts import argument
@@ -29,6 +28,7 @@ from dta_compile.passes.lowering.attention.pair_entries import Operands, cut_fro
 from dta_compile.passes.program import ancestors, has_tensor, where
 from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
+from dta_compile.torch_compat.sizes import statically_known_true
 
 aten = torch.ops.aten
 

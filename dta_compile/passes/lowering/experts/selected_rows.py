@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from dta_compile.errors import FinalRefusal
 from dta_compile.ops.mixer import MIXERS
@@ -35,6 +34,7 @@ from dta_compile.passes.lowering.experts.distinct_places import at_most_one
 from dta_compile.passes.lowering.experts.row_operators import RowOperators, Rows, Unproven
 from dta_compile.passes.program import ancestors, where
 from dta_compile.passes.symbols import sizes
+from dta_compile.torch_compat.sizes import free_unbacked_symbols
 
 aten = torch.ops.aten
 ENTRIES = (aten.index.Tensor, aten.index_select.default)

@@ -27,7 +27,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from dta_compile.ops.experts.operators import EXPERT_LINEAR
 from dta_compile.passes.axes.layouts import argument
@@ -48,6 +47,7 @@ from dta_compile.passes.lowering.experts.slot_numbers import (
     repeated_from,
 )
 from dta_compile.passes.symbols import depends_on_data, sizes, symbolic
+from dta_compile.torch_compat.sizes import GuardOnDataDependentSymNode
 
 aten = torch.ops.aten
 GROUPED = (aten._grouped_mm.default,)

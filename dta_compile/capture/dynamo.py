@@ -1,8 +1,4 @@
-"""Uses of Dynamo's private parts: symbolic sizes, graph breaks, and the compiled callable that a graph belongs to.
-
-Supported torch: 2.11 to 2.15. Each use has a test of its own; when one stops working, the error says to pass
-`dynamic=True` to `torch.compile`.
-"""
+"""What the backend has Dynamo do differently: symbolic sizes, graph breaks, and which graphs count towards its limits."""
 
 from __future__ import annotations
 

@@ -137,7 +137,12 @@ def private_parts(tree):
     for name in names:
         of, *path = name.split(".")
         is_private = any(part.startswith("_") and not part.endswith("__") for part in path)
-        if of == "torch" and "(" not in name and (is_private or path[:2] == ["fx", "experimental"]) and path[0] != "ops":
+        if (
+            of == "torch"
+            and "(" not in name
+            and (is_private or path[:2] == ["fx", "experimental"])
+            and path[0] != "ops"
+        ):
             yield name
 
 

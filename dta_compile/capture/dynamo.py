@@ -1,4 +1,4 @@
-"""What the backend has Dynamo do differently: symbolic sizes, graph breaks, and which graphs count towards its limits."""
+"""What the backend has Dynamo do differently: symbolic sizes, graph breaks, and which graphs count for its limits."""
 
 from __future__ import annotations
 

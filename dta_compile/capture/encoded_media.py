@@ -34,7 +34,7 @@ from dta_compile.capture.flex_attention import eliminate_dead_code
 from dta_compile.errors import RefusalError
 from dta_compile.integrations.layer_groups import gather_all
 from dta_compile.ops.feature_tables import TABLE_ROWS
-from dta_compile.passes.program import memory, output_node, where, with_writes, writes_of
+from dta_compile.passes.program import memory, name_of, output_node, where, with_writes, writes_of
 from dta_compile.passes.symbols import expression, hint, symbol_sources, symbolic
 from dta_compile.runtime.encoders import Features, Returned, encode_distinct, least
 from dta_compile.runtime.measure.budget import default_budget
@@ -231,7 +231,7 @@ def _has_width_of(features: fx.Node, tokens: fx.Node) -> bool:
 
 def _candidates(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield pairs of a value and the mask of the tokens that it is put at, as far as the node's form tells."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = name_of(node)
     args = node.args
     if name in SCATTERS and len(args) == 3 and isinstance(args[2], fx.Node):
         yield args[2], args[1]
@@ -361,7 +361,7 @@ class Cut:
         rows: fx.Node,
     ) -> None:
         node = copies[insertion.node]
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        name = name_of(node)
         with graph.inserting_before(node):
             mask = copies[insertion.mask]
             if name in SCATTERS:

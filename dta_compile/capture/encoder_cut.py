@@ -21,7 +21,7 @@ from dta_compile.capture.flex_attention import eliminate_dead_code
 from dta_compile.errors import RuntimeContractError
 from dta_compile.integrations.layer_groups import gather_all
 from dta_compile.ops.feature_tables import TABLE_ROWS
-from dta_compile.passes.program import ancestors, output_node, writes_of
+from dta_compile.passes.program import ancestors, name_of, output_node, writes_of
 from dta_compile.runtime.encoder_methods import Encoder, encoder_of
 from dta_compile.runtime.encoders import as_table
 
@@ -193,7 +193,7 @@ def _refuse_writes(graph: fx.Graph, before: Collection[fx.Node]) -> None:
 def _call_of(node: fx.Node) -> fx.Node:
     """Return the call of an encoder that makes features; refuse features that are computed from one another."""
     while node.target is not encode:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        name = name_of(node)
         tensors = [arg for arg in node.all_input_nodes if not isinstance(arg.meta.get("example_value"), torch.SymInt)]
         is_selected = node.target is operator.getitem and tensors[0].target is encode
         is_only = name == "cat" and len(node.args[0]) == 1

@@ -219,8 +219,14 @@ def writes_of(graph: fx.Graph) -> dict[fx.Node, frozenset[Any]]:
     return {node: frozenset().union(*parts) for node, parts in written.items() if parts}
 
 
+def name_of(node: fx.Node) -> str:
+    """Return the name of a node's function, operator or method, without an overload; "" if it has none."""
+    name: str = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.partition(".")[0]
+
+
 def _written_by(node: fx.Node) -> list[fx.Node]:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = name_of(node)
     is_in_place = (name.endswith("_") and not name.endswith("__")) or name.strip("_") in IN_PLACE
     written = [node.args[:1] if is_in_place or node.kwargs.get("inplace") else None, node.kwargs.get("out")]
     if writes_in_place(node):

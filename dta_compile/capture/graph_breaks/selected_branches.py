@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from dta_compile.capture import dynamo
+from dta_compile.passes.program import name_of
 from dta_compile.torch_compat.dynamo import (
     BaseListVariable,
     ConstantVariable,
@@ -217,7 +218,7 @@ def _is_read(translator: Any, name: str) -> bool:
 
 def _written(node: fx.Node) -> Iterator[fx.Node | None]:
     """Yield the values that a node writes to; None if it may be any."""
-    name = _name(node)
+    name = name_of(node)
     if node.op == "call_module" or isinstance(node.target, HigherOrderOperator) or "out" in node.kwargs:
         yield None
     elif node.op in ("call_method", "call_function"):
@@ -257,7 +258,7 @@ def _memory(node: fx.Node) -> set[int]:
 
 def _writes_selected(node: fx.Node, selection: Hashable) -> bool:
     """Return whether a node writes to its first argument at positions of a selection."""
-    name = _name(node).removesuffix("_")
+    name = name_of(node).removesuffix("_")
     place = 1 if name in ("setitem", "index_put") else 2  # behind a dimension
     if name not in WRITES or len(node.args) <= place or not isinstance(node.args[0], fx.Node):
         return False
@@ -268,7 +269,7 @@ def _writes_selected(node: fx.Node, selection: Hashable) -> bool:
 
 def _emptiness(node: fx.Node) -> tuple[Hashable, bool] | None:
     """Return the selection that a condition asks about, and whether the condition is true if it is not empty."""
-    name = _name(node)
+    name = name_of(node)
     if name == "any" and len(node.args) == 1 and not node.kwargs:
         return _found(_mask(node.args[0]), True)
     if name in COMPARISONS and len(node.args) == 2 and isinstance(node.args[0], fx.Node):
@@ -286,7 +287,7 @@ def _found(selection: Hashable, is_true: bool) -> tuple[Hashable, bool] | None:
 
 def _counted(node: Any) -> Hashable:
     """Return the selection that a number counts the entries of, or a multiple; None for other numbers."""
-    name, source = _name(node), node.args[0] if node.args else None
+    name, source = name_of(node), node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return None
     if name == "sum" and len(node.args) == 1 and not node.kwargs and _is_bool(source):
@@ -298,13 +299,13 @@ def _counted(node: Any) -> Hashable:
     if name in ("item", "int", "to", "cpu"):
         return _counted(source)
     if name == "getitem" and type(node.args[1]) is int:
-        if _name(source) in ("size", "shape") and node.args[1] == 0:
+        if name_of(source) in ("size", "shape") and node.args[1] == 0:
             return _selection(source.args[0])
-        while _name(source) in ("cpu", "to") or (_name(source) == "getitem" and isinstance(source.args[1], slice)):
-            if _name(source) == "getitem" and source.args[1].start not in (0, None):
+        while name_of(source) in ("cpu", "to") or (name_of(source) == "getitem" and isinstance(source.args[1], slice)):
+            if name_of(source) == "getitem" and source.args[1].start not in (0, None):
                 return None
             source = source.args[0]
-        is_count = _name(source) == "bincount" and source.kwargs.get("weights") is None and len(source.args) == 1
+        is_count = name_of(source) == "bincount" and source.kwargs.get("weights") is None and len(source.args) == 1
         if is_count and not _is_written(source.args[0]):
             return "eq", _entries(source.args[0]), node.args[1]
     return None
@@ -312,7 +313,7 @@ def _counted(node: Any) -> Hashable:
 
 def _selection(node: fx.Node) -> Hashable:
     """Return the selection without which an index has no entries; None if there is none."""
-    name, source = _name(node), node.args[0] if node.args else None
+    name, source = name_of(node), node.args[0] if node.args else None
     if _is_bool(node):
         return _mask(node)
     if not isinstance(source, fx.Node):
@@ -340,10 +341,10 @@ def _mask(node: fx.Node) -> Hashable:
     values = [arg for arg in node.args if isinstance(arg, fx.Node)]
     if any(_is_written(value) for value in values):
         return None
-    if _name(node) == "eq" and len(node.args) == 2 and len(values) == 1 and type(node.args[1]) is int:
+    if name_of(node) == "eq" and len(node.args) == 2 and len(values) == 1 and type(node.args[1]) is int:
         return "eq", _entries(values[0]), node.args[1]
     parts = [_mask(arg) if isinstance(arg, fx.Node) else repr(arg) for arg in node.args]
-    return None if None in parts else (_name(node), *parts)
+    return None if None in parts else (name_of(node), *parts)
 
 
 def _is_written(node: fx.Node) -> bool:
@@ -364,7 +365,7 @@ def _is_written(node: fx.Node) -> bool:
 
 def _entries(node: fx.Node) -> fx.Node:
     """Return a value with the same entries in another shape, as far back as it goes."""
-    while _name(node) in ("flatten", "view", "reshape", "contiguous") and isinstance(node.args[0], fx.Node):
+    while name_of(node) in ("flatten", "view", "reshape", "contiguous") and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
@@ -372,9 +373,3 @@ def _entries(node: fx.Node) -> fx.Node:
 def _is_bool(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     return isinstance(value, torch.Tensor) and value.dtype == torch.bool
-
-
-def _name(node: Any) -> str:
-    """Return the name of a node's function or method."""
-    target = node.target
-    return target if isinstance(target, str) else getattr(target, "__name__", "").partition(".")[0]

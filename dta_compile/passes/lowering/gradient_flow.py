@@ -18,7 +18,7 @@ from torch import fx
 from dta_compile.codegen.worker import reason
 from dta_compile.errors import DTAError, FinalRefusal, RefusalError
 from dta_compile.executable.as_captured import TAG_ACTIVATION_CHECKPOINT
-from dta_compile.passes.program import where
+from dta_compile.passes.program import name_of, where
 from dta_compile.passes.symbols import SYMBOLIC, reads_number
 from dta_compile.passes.tracing import attribute_set
 from dta_compile.torch_compat import autograd
@@ -209,7 +209,7 @@ def _may_cut(graph: fx.Graph) -> bool:
     """Return whether an operator on a tracked value may have an untracked result."""
     tracked, is_on = set(), True
     for node in graph.nodes:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        name = name_of(node)
         if node.target is autograd.set_grad_enabled:
             is_on = node.args[0]
         elif node.target is autograd.enter_inference_mode:
@@ -235,7 +235,7 @@ def _refuse_derivatives(module: fx.GraphModule) -> None:
     for part in module.modules():
         nodes = list(part.graph.nodes) if isinstance(part, fx.GraphModule) else []
         for i, node in enumerate(nodes):
-            if str(getattr(node.target, "__name__", node.target)) in HOOKS:
+            if name_of(node) in HOOKS:
                 raise RefusalError(
                     "a hook on the gradient of a value is registered inside of the compiled function",
                     where=where(node),

@@ -53,7 +53,7 @@ from dta_compile.passes.lowering.repeated_calls import RepeatedCalls, merge_equa
 from dta_compile.passes.lowering.row_loops import select_masked_writes
 from dta_compile.passes.lowering.same_entries import replace_same_entries
 from dta_compile.passes.lowering.shifts import shifts_to_mixers
-from dta_compile.passes.program import Program, ancestors, output_node, where
+from dta_compile.passes.program import Program, ancestors, name_of, output_node, where
 from dta_compile.passes.symbols import depends_on_data, reads_number
 from dta_compile.passes.tracing import attribute_set, tracing
 from dta_compile.torch_compat import autograd
@@ -117,8 +117,7 @@ def _refuse_assigned_data(captured: fx.GraphModule) -> None:
     """Raise RefusalError for `p.data = x`: no trace shows the new storage, so values and gradients would be lost."""
     for part in captured.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
-            target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-            if target.partition(".")[0] == "set_":
+            if name_of(node) == "set_":
                 raise RefusalError(
                     "the model assigns to the .data of a tensor",
                     where=where(node),

@@ -16,8 +16,9 @@ with needed_for("following gradients through a graph"):
     from torch.autograd.grad_mode import _exit_inference_mode as exit_inference_mode
 
 with needed_for("noticing torch.func"):
-    from torch._C._functorch import _grad_increment_nesting as begin_grad
     from torch._C._functorch import (
+        _grad_increment_nesting,
+        _jvp_increment_nesting,
         get_dynamic_layer_stack_depth,
         get_inplace_requires_grad_allowed,
         get_unwrapped,
@@ -29,7 +30,10 @@ with needed_for("noticing torch.func"):
         set_inplace_requires_grad_allowed,
     )
     from torch._functorch import predispatch
-    from torch._functorch.predispatch import _jvp_increment_nesting as begin_jvp
+
+    # Before torch 2.12, graphs have the function in C.
+    begin_jvp = getattr(predispatch, _jvp_increment_nesting.__name__, _jvp_increment_nesting)
+    BEGIN_DERIVATIVES = (_grad_increment_nesting, begin_jvp)
 
 with needed_for("the order of gradients in a backward pass"):
     from torch._C import _current_graph_task_id as current_backward

@@ -52,7 +52,6 @@ TRACKED_THROUGH = frozenset(
 )
 OF_TORCH = (None, "_operator", "torch", "torch._C._nn", "torch.functional", "torch.nn.functional")
 HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
-DERIVATIVES = (autograd.begin_grad, autograd.begin_jvp)
 CACHES_CASTS = 3  # the position of `cache_enabled` in the arguments of torch's `_enter_autocast`
 
 
@@ -244,7 +243,7 @@ def _refuse_derivatives(module: fx.GraphModule) -> None:
                     hint="scale what it would scale after the last attention, or register hooks on parameters,"
                     " outside of the compiled function",
                 )
-            if node.target in DERIVATIVES:
+            if node.target in autograd.BEGIN_DERIVATIVES:
                 named = next((later for later in nodes[i:] if later.meta.get("stack_trace")), node)
                 raise RefusalError(
                     "a derivative is taken inside of the compiled function (torch.func.grad, vjp, jvp, hessian)",

@@ -9,7 +9,6 @@ for packages that are imported later.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import inspect
@@ -27,6 +26,7 @@ from dta_compile.integrations.tracing import traces_for_this_backend
 from dta_compile.ops.attention import ATTENTION_MIXER
 from dta_compile.ops.causal_attention import attention_tokens_first
 from dta_compile.ops.mixer import TOKENS, Mixer
+from dta_compile.passes.graphs.regions import rewritten
 from dta_compile.passes.program import where
 from dta_compile.passes.symbols import expression
 
@@ -82,22 +82,17 @@ def with_our_attention(module: fx.GraphModule) -> fx.GraphModule:
     Raises:
         RefusalError: a call is not causal self-attention, or returns more than its output.
     """
-    inner = {
-        name: with_our_attention(part) for name, part in module.named_children() if isinstance(part, fx.GraphModule)
-    }
-    calls = [node for node in module.graph.nodes if node.op == "call_function" and node.target in IN_GRAPH]
-    if not calls and all(part is getattr(module, name) for name, part in inner.items()):
-        return module
-    result = fx.GraphModule(module, copy.deepcopy(module.graph))
-    for name, part in inner.items():
-        part.meta = getattr(module, name).meta
-        setattr(result, name, part)
-    for node in result.graph.nodes:
-        if node.op == "call_function" and node.target in IN_GRAPH:
+
+    def rewrite(graph: fx.Graph) -> None:
+        for node in filter(_is_flash_attention, graph.nodes):
             node.args, node.kwargs = _our_arguments(node), {}
             node.target = attention_tokens_first
-    result.recompile()
-    return result
+
+    return rewritten(module, _is_flash_attention, rewrite)
+
+
+def _is_flash_attention(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in IN_GRAPH
 
 
 def _our_arguments(node: fx.Node) -> tuple[Any, ...]:

@@ -7,7 +7,6 @@ only `mask_mod` defines the mask; its block tables are for kernels, and the node
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
+from dta_compile.passes.graphs.regions import rewritten
 from dta_compile.passes.program import output_node, where, with_writes, writes_of
 from dta_compile.torch_compat.autograd import predispatch
 
@@ -29,25 +29,24 @@ def without_flex_attention(module: fx.GraphModule) -> fx.GraphModule:
     Raises:
         RefusalError: statistics of the scores are used besides the result.
     """
-    if not any(node.target is FLEX_ATTENTION for node in module.graph.nodes):
-        return module
-    result = fx.GraphModule(module, copy.deepcopy(module.graph))
-    result.meta = module.meta
-    for node in result.graph.find_nodes(op="call_function", target=FLEX_ATTENTION):
+    return rewritten(module, lambda node: node.target is FLEX_ATTENTION, _write_out)
+
+
+def _write_out(graph: fx.Graph) -> None:
+    eliminate_dead_code(graph)  # statistics that nobody uses
+    for node in graph.find_nodes(op="call_function", target=FLEX_ATTENTION):
         query, key, value, score_mod, blocks, scale, _, *captured = node.args
         for user in list(node.users):
             if user.args[1] != 0:
                 raise _statistics_refusal(user)
-            with result.graph.inserting_before(user):
+            with graph.inserting_before(user):
                 arguments = (query, key, value, score_mod, blocks[MASK_MOD], scale, *(captured or ((), ())))
-                written = result.graph.call_function(written_out, arguments)
+                written = graph.call_function(written_out, arguments)
             written.meta = dict(user.meta)
             user.replace_all_uses_with(written)
-            result.graph.erase_node(user)
-        result.graph.erase_node(node)
-    eliminate_dead_code(result.graph)
-    result.recompile()
-    return result
+            graph.erase_node(user)
+        graph.erase_node(node)
+    eliminate_dead_code(graph)
 
 
 def _statistics_refusal(user: fx.Node) -> RefusalError:

@@ -16,7 +16,6 @@ In a graph for the tree both become our operator.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import sys
@@ -36,6 +35,7 @@ from dta_compile.integrations.tracing import traces_for_this_backend
 from dta_compile.ops.causal_attention import segments_by_ends
 from dta_compile.ops.dtypes import autocast
 from dta_compile.ops.library import LIBRARY
+from dta_compile.passes.graphs.regions import rewritten
 from dta_compile.passes.program import where
 from dta_compile.passes.symbols import expression
 from dta_compile.torch_compat.operators import functions_of_nn
@@ -372,15 +372,14 @@ ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups
 
 def with_our_convolutions(module: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of the graph with our operator for causal depthwise convolutions; the graph itself without any."""
-    if not any(_convolved(node) for node in module.graph.nodes):
-        return module
-    result = fx.GraphModule(module, copy.deepcopy(module.graph))
-    for node in list(result.graph.nodes):
-        if (args := _convolved(node)) is not None:
-            _replace(node, args)
-    result.graph.eliminate_dead_code()
-    result.recompile()
-    return result
+
+    def rewrite(graph: fx.Graph) -> None:
+        for node in list(graph.nodes):
+            if (args := _convolved(node)) is not None:
+                _replace(node, args)
+        graph.eliminate_dead_code()
+
+    return rewritten(module, _convolved, rewrite)
 
 
 def _convolved(node: fx.Node) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 from dta_compile.proofs.terms import Term, shown
 
@@ -13,6 +14,18 @@ BOUND = 2**31  # bound on the absolute value of input integers in arithmetic
 # less than about 9,900, which `runtime.attention.fillers` checks in every call for the mask's own numbers.
 FORBIDDEN = -9984.0  # -1e4, as bfloat16 rounds it
 CERTAIN = -1e30  # entries of at most this hide a key whatever the scores, which are no such numbers
+
+
+class Bound(NamedTuple):
+    """A value of each token that bounds its sequence: the last column of it (`is_last`), or the first one.
+
+    The bound is `term - offset`; for the last (first) sequence of a row it may lie behind (before) it. No token is
+    before the first column of its own, also no padding.
+    """
+
+    term: Term
+    is_last: bool
+    offset: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +45,7 @@ class MaskClass:
         block: two tokens of a sequence are in the same block if these are equal; blocks are contiguous.
         in_block: with `block`: whether a token is in a block (None: all are).
         fits_window: blocks are no longer than the window.
+        bounds: values among `segments` that are the last, or the first, column of the sequence.
         positions: values that grow by one from each real token of a sequence to the next.
         binary: values that are zero or one.
         bias: values that are zero or at most -1e4.
@@ -47,6 +61,7 @@ class MaskClass:
     block: Term | None = None
     in_block: Term | None = None
     fits_window: bool = False
+    bounds: tuple[Bound, ...] = ()
     positions: tuple[Term, ...] = ()
     binary: tuple[Term, ...] = ()
     bias: tuple[Term, ...] = ()
@@ -71,6 +86,7 @@ class MaskClass:
         if self.valid is not None:
             parts.append(f"real tokens where {shown(self.valid)}")
         parts += [f"a sequence for each {shown(term)}" for term in self.segments]
+        parts += [f"the {'last' if b.is_last else 'first'} column in {shown(b.term)}" for b in self.bounds]
         if self.block is not None:
             parts.append(f"both ways within each {shown(self.block)}")
             parts += [] if self.in_block is None else [f"where {shown(self.in_block)}"]

@@ -28,7 +28,7 @@ import z3
 from dta_compile.proofs.cases import Cases, Untranslatable, applications
 from dta_compile.proofs.formulas import Atom
 from dta_compile.proofs.logic import Logic
-from dta_compile.proofs.mask_class import FORBIDDEN, MaskClass
+from dta_compile.proofs.mask_class import FORBIDDEN, Bound, MaskClass
 from dta_compile.proofs.pairs import sequences_of
 from dta_compile.proofs.tables import Facts
 from dta_compile.proofs.terms import Apply, Entry, Term, Terms, in_order, subterms
@@ -47,6 +47,7 @@ class Roles:
 
     segments: tuple[Atom, ...] = ()
     positions: tuple[Atom, ...] = ()
+    bounds: tuple[tuple[Atom, Bound], ...] = ()
 
 
 class Unproven(Exception):
@@ -140,6 +141,11 @@ class _Proof:
         self.query, self.key = logic.variable("query"), logic.variable("key")
         self.allowed = self._allowed(term)
         self.compared = [logic.atoms[term] for term, tokens in logic.tokens.items() if {"query", "key"} <= tokens]
+        self.bounding = [
+            Bound(term, tokens == {"key"})
+            for term, tokens in logic.tokens.items()
+            if tokens in ({"query"}, {"key"}) and logic.reads_inputs(term)
+        ]
         attends_to_itself = self.terms.with_index(term, "query", "key")
         self.self_allowed = self._allowed(attends_to_itself)
         self.real: Term = attends_to_itself if real is None else real
@@ -229,30 +235,58 @@ class _Proof:
         choices = sorted(
             itertools.product(*options), key=lambda roles: (roles.count("position"), roles.count("segment"))
         )
-        for chosen in choices:
-            assigned = list(zip(compared, chosen, strict=True))
-            yield Roles(
-                tuple(atom for atom, role in assigned if role == "segment"),
-                tuple(atom for atom, role in assigned if role == "position"),
-            )
+        for bounds in self._bounds():
+            for chosen in choices:
+                assigned = list(zip(compared, chosen, strict=True))
+                yield Roles(
+                    tuple(atom for atom, role in assigned if role == "segment"),
+                    tuple(atom for atom, role in assigned if role == "position"),
+                    bounds,
+                )
+
+    def _bounds(self) -> Iterator[tuple[tuple[Atom, Bound], ...]]:
+        """Yield no bound, then each integer of one token as the bound of its sequence that it may be.
+
+        A mask reads the last column of a key's sequence, inclusive or not, and the first column of a query's.
+        """
+        yield ()
+        for bound in self.bounding:
+            if (atom := self.logic.atoms[bound.term]).function.range() != z3.IntSort():
+                continue
+            own = self.logic.instance(atom, "key")
+            if not bound.is_last:
+                yield ((atom, bound),)
+            elif self.logic.proves(z3.Implies(self.valid_key, self.key <= own)):
+                is_next = self.logic.proves(z3.Implies(self.valid_key, self.key < own))  # real tokens are before it
+                yield ((atom, bound._replace(offset=int(is_next))),)
 
     def _with_roles(self, roles: Roles) -> MaskClass:
         """Return the class of the mask for these roles, with its window or chunks; raise `Unproven` if it has none."""
         distance = self.query - self.key
         both_real = [self.valid_query, self.valid_key]
-        same = [self._difference(atom, z3.BoolRef) for atom in roles.segments]
+        bounding = [atom for atom, _ in roles.bounds]
+        same = [self._difference(atom, z3.BoolRef) for atom in (*roles.segments, *bounding)]
         positions = [self._difference(atom) == distance for atom in roles.positions]
         in_sequence = z3.And(self.valid_key, *same)
         hypotheses = [self.valid_query, *(z3.Implies(in_sequence, known) for known in positions)]
+        for atom, bound in roles.bounds:
+            end = self.logic.instance(atom, "key" if bound.is_last else "query") - bound.offset
+            is_within = self.query <= end if bound.is_last else self.key >= end
+            ordered = z3.And(self.valid_key, distance >= 0)
+            hypotheses.append(z3.Implies(ordered, is_within == self._difference(atom, z3.BoolRef)))
+            if not bound.is_last:  # else queries behind it would read a key that does not read itself
+                hypotheses.append(self.key >= self.logic.instance(atom, "key"))
         if (example := self._counterexample(z3.Implies(self.allowed, distance >= 0), *hypotheses)) is not None:
             failure = self._failure(f"a mask that lets tokens attend to later ones: {self._pair(example)}")
             with contextlib.suppress(Untranslatable, z3.Z3Exception):  # other roles may be decided
-                if not roles.positions and (with_blocks := self._with_blocks(roles, *hypotheses)) is not None:
+                has_others = roles.positions or roles.bounds
+                if not has_others and (with_blocks := self._with_blocks(roles, *hypotheses)) is not None:
                     return with_blocks
             raise failure
         mask_class = MaskClass(
-            segments=tuple(atom.term for atom in roles.segments),
+            segments=tuple(atom.term for atom in (*roles.segments, *bounding)),
             positions=tuple(atom.term for atom in roles.positions),
+            bounds=tuple(bound for _, bound in roles.bounds),
         )
         expected = z3.And(distance >= 0, self.valid_key, *same)
         window = self._window(*hypotheses, *both_real, *same, distance >= 0)

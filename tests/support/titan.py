@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import flex_attention
 from torchtitan.tools import utils
 
 nothing = dict.fromkeys(("reset_peak_memory_stats", "empty_cache", "synchronize"), lambda *_: None)
@@ -41,12 +42,13 @@ from torchtitan.components.optimizer import default_adamw  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.models import llama3, qwen3  # noqa: E402
-from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 import dta_compile  # noqa: E402
 
 TORCH_DTYPE_MAP["float64"] = torch.float64
+flex_attention._validate_device = lambda *_: None  # else torch refuses gradients on CPUs while it is traced
 VOCABULARY = 2048
 
 
@@ -96,12 +98,18 @@ class Rows(BaseDataLoader):
         pass
 
 
-def trainer(family: str, folder: str, dtype: str = "float64", chunked: bool = False, **training: Any) -> Trainer:
-    """Build torchtitan's trainer for two layers of its debug model, with the attention of one document a row."""
+def trainer(
+    family: str, folder: str, dtype: str = "float64", chunked: bool = False, flex: bool = False, **training: Any
+) -> Trainer:
+    """Build torchtitan's trainer for two layers of its debug model.
+
+    Args:
+        flex: with FlexAttention, torchtitan's default, in place of the attention of one document a row.
+    """
     spec = {"llama3": llama3, "qwen3": qwen3}[family].model_registry("debugmodel")
     spec.model.layers = spec.model.layers[:2]
     for layer in spec.model.layers:
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        layer.attention.inner_attention = FlexAttention.Config() if flex else ScaledDotProductAttention.Config()
     loss = CrossEntropyLoss.Config()
     config = Trainer.Config(
         model_spec=spec,
@@ -138,8 +146,8 @@ def compile_losses(made: Trainer) -> Any:
     model = made.model_parts[0]
 
     @torch.compile(backend="dta")
-    def losses(tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        logits = model(tokens, positions)
+    def losses(tokens: torch.Tensor, labels: torch.Tensor, **extra: Any) -> torch.Tensor:
+        logits = model(tokens, **extra)
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
 
     def forward_backward(tokens: torch.Tensor, labels: torch.Tensor, count: torch.Tensor, extra: Any) -> torch.Tensor:
@@ -174,7 +182,7 @@ def train(family: str, way: str | None = None, **settings: Any) -> tuple[dict[st
 
 def compare(family: str, ways: Sequence[str], **settings: Any) -> list[tuple[float, float]]:
     """Return, by way, the largest difference of a weight after training, and C of the last call."""
-    eager, _ = train(family, **settings)
+    eager, _ = train(family, **{**settings, "flex": False})  # torch's FlexAttention has no backward on CPUs
     found = []
     for way in ways:
         ours, compression = train(family, way, **settings)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 import dta_compile
 from dta_compile.errors import RefusalError
@@ -54,6 +55,13 @@ class Documents(WrittenLM):
         return self.mix(self.embedding(ids), mask)
 
 
+class Checkpointed(Documents):
+    """Its attention is computed again in the backward; torchtitan's layers are like this by default."""
+
+    def hidden(self, ids, mask=None):
+        return checkpoint(self.mix, self.embedding(ids), mask, use_reentrant=False)
+
+
 def assert_equals_eager(model, *args):
     compiled = torch.compile(model, backend="dta", options=OPTIONS)
 
@@ -76,12 +84,14 @@ def test_a_mask_made_inside_and_a_soft_cap():
     assert_equals_eager(WrittenLM(mask_made_inside, kv_heads=KV_HEADS), shared_ids(4, 9))
 
 
-def test_a_mask_that_is_given_is_for_one_length(caplog):
+@pytest.mark.parametrize("model", [Documents, Checkpointed])
+def test_a_mask_that_is_given_is_for_one_length(model, caplog):
     def attend(model, q, k, v, mask):
-        return flex_attention(*by_heads(q, k, v), block_mask=mask).transpose(1, 2)
+        out, _ = flex_attention(*by_heads(q, k, v), block_mask=mask, return_aux=flex.AuxRequest())
+        return out.transpose(1, 2)
 
     mask = create_block_mask(causal, None, None, 9, 9, device="cpu")
-    assert_equals_eager(Documents(attend), shared_ids(4, 9), mask)
+    assert_equals_eager(model(attend), shared_ids(4, 9), mask)
     assert "a graph holds for one number of tokens because of" in caplog.text
 
 

@@ -9,15 +9,16 @@ from tests.support import titan
 
 
 @pytest.mark.parametrize(
-    ("family", "way", "chunked"),
+    ("family", "way", "settings"),
     [
-        ("llama3", "losses", False),
-        pytest.param("qwen3", "losses", False, marks=pytest.mark.slow),
-        pytest.param("qwen3", "model", True, marks=pytest.mark.slow),
+        ("llama3", "losses", {"flex": True}),
+        pytest.param("llama3", "losses", {}, marks=pytest.mark.slow),
+        pytest.param("qwen3", "losses", {}, marks=pytest.mark.slow),
+        pytest.param("qwen3", "model", {"chunked": True}, marks=pytest.mark.slow),
     ],
 )
-def test_torchtitan_ends_at_the_weights_of_its_own_path(family, way, chunked):
-    ((difference, compression),) = titan.launch(family, 1, [way], chunked=chunked)
+def test_torchtitan_ends_at_the_weights_of_its_own_path(family, way, settings):
+    ((difference, compression),) = titan.launch(family, 1, [way], **settings)
     assert difference < 1e-8 and compression > 1.7
 
 

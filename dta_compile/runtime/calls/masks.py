@@ -21,7 +21,7 @@ from dta_compile.executable.layers import AttentionLayer, MixerLayer, RecurrentL
 from dta_compile.executable.masks import MaskProgram
 from dta_compile.ops.attention import BY_DISTANCE
 from dta_compile.ops.chosen_keys import CHOICE_MIXER
-from dta_compile.proofs.mask_class import BOUND, FORBIDDEN, LONGEST_ROW, MaskClass
+from dta_compile.proofs.mask_class import BOUND, FORBIDDEN, LONGEST_ROW, Bound, MaskClass
 from dta_compile.proofs.pairs import Pairs, UnlikePair, read_pairs, sequences_of
 from dta_compile.proofs.tables import Facts, Table, read_table
 from dta_compile.proofs.terms import Entry, Evaluation, Leaf, Term, shown, subterms
@@ -412,6 +412,8 @@ class _Reader:
         """Raise unless positions count the tokens of each sequence as the proof assumes."""
         for term in mask_class.positions:
             self._require_consecutive(term, sequences)
+        for bound in mask_class.bounds:
+            self._require_bounds(bound, sequences)
         if mask_class.chunk is not None and mask_class.counted is not None:
             self._require_aligned(mask_class.counted, mask_class.chunk, sequences)
 
@@ -459,6 +461,28 @@ class _Reader:
                 expected=f"{shown(term)} to grow by one from each real token of a sequence to the next",
                 got=f"row {row}, where it jumps at token {column}",
                 hint="let the mask also compare which sequence a token is of, or pass one sequence per row",
+            )
+
+    def _require_bounds(self, bound: Bound, sequences: _Sequences) -> None:
+        """Raise unless the bound of a token is not before (after) it, and before (after) those with another bound."""
+        if bound.term.dtype is torch.int64:
+            self._require_bounded(bound.term)
+        ends, columns = sequences.at(self.value(bound.term)) - bound.offset, sequences.places % sequences.width
+        if not bound.is_last:
+            self._require(bound.term, self.value(bound.term) <= self._evaluate.indices["key"], "at most its column", "")
+            ends, columns = -ends.flip(0), -columns.flip(0)
+        wrong = ends < columns
+        wrong[:-1] |= (ends[1:] != ends[:-1]) & (columns[1:] > columns[:-1]) & (ends[:-1] >= columns[1:])
+        if (number := sequences.first(wrong if bound.is_last else wrong.flip(0))) is not None:
+            row, column = sequences.where(number)
+            side = "last" if bound.is_last else "first"
+            raise RuntimeContractError(
+                f"attention goes by the {side} column of each sequence, which is another one",
+                where=self._inputs(bound.term),
+                expected=f"{shown(bound.term)} to be the {side} column of the sequence of each real token"
+                + (", plus one" if bound.offset else ""),
+                got=f"{int(self.value(bound.term)[row, column])} at row {row}, token {column}",
+                hint="let the mask compare which sequence a token is of, or pass one sequence per row",
             )
 
     def _require_aligned(self, term: Term, chunk: int, sequences: _Sequences) -> None:

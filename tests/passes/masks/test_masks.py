@@ -14,6 +14,8 @@ IDS = torch.tensor([[5, 3, 7, 7, 2, 9, 4, 0, 0], [5, 3, 7, 1, 2, 2, 8, 6, 1], [3
 LONGER = torch.cat([IDS, IDS], dim=1).clamp(min=1)[:2]
 MASK = (IDS != 0).long()
 LEFT = MASK.flip(1)
+LAST = torch.tensor([[3, 3, 3, 3, 8, 8, 8, 8, 8]]).expand(3, 9)  # columns of the sequences of two
+FIRST = torch.tensor([[0, 0, 0, 0, 4, 4, 4, 4, 4]]).expand(3, 9)
 RESTARTING = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(3, 9)
 IN_ORDER = torch.arange(9).expand(3, 9) + torch.tensor([[0], [3], [1]])
 TABLES = {
@@ -442,6 +444,24 @@ CLASSES = {
         "causal",
         [0],
     ),
+    "the last column of a sequence": (
+        lambda ids, last: causal(ids) & at(ids, last[:, None, None], torch.le),
+        [(IDS, LAST), (IDS, LAST[:, -1:].expand(3, 9) + 2)],
+        "the last column in rest",
+        [0, 0],
+    ),
+    "before the end of a sequence, near, with padding": (
+        lambda ids, end, mask: near(ids, 3) & at(ids, end[:, None, None], torch.lt) & (mask[:, None, None] != 0),
+        [(IDS, LAST + 1, MASK)],
+        "window 3, real tokens.*the last column",
+        [3],
+    ),
+    "from the first column of a sequence": (
+        lambda ids, first: causal(ids) & (torch.arange(ids.shape[1]) >= first[:, None, :, None]),
+        [(IDS, FIRST)],
+        "the first column in rest",
+        [0],
+    ),
     "values that are computed": (
         lambda ids, padding: ((padding[:, :, None] @ padding[:, None]) > 0)[:, None] & causal(ids),
         [(IDS, MASK)],
@@ -449,6 +469,11 @@ CLASSES = {
         [0],
     ),
 }
+
+
+def at(ids, bound, compare):
+    """`[B, S, S]` the column of a query compared with a bound of each key."""
+    return compare(torch.arange(ids.shape[1])[:, None], bound)
 
 
 def chunks_after_padding(ids, mask):
@@ -836,6 +861,24 @@ REFUSED = {
         (IDS, torch.tensor([[0, 0, 1, 1, 0, 0, 2, 2, 3]]).expand(3, 9)),
         RuntimeContractError,
         "several pieces",
+    ),
+    "the last column of another sequence": (
+        lambda ids, last: causal(ids) & at(ids, last[:, None, None], torch.le),
+        (IDS, LAST.index_fill(1, torch.tensor([0, 1, 2, 3]), 5)),
+        RuntimeContractError,
+        "the last column[^$]*rest[^$]*5 at row 0, token 3",
+    ),
+    "the first column of another sequence": (
+        lambda ids, first: causal(ids) & (torch.arange(ids.shape[1]) >= first[:, None, :, None]),
+        (IDS, FIRST.index_fill(1, torch.tensor([4, 5, 6, 7, 8]), 2)),
+        RuntimeContractError,
+        "the first column",
+    ),
+    "a token before its sequence": (
+        lambda ids, first: causal(ids) & (torch.arange(ids.shape[1]) >= first[:, None, :, None]),
+        (IDS, FIRST + 1),
+        RuntimeContractError,
+        "at most its column",
     ),
     "positions that restart": (
         lambda ids, place: pairs(place, lambda query, key: (key <= query) & (query - key < 3)),

@@ -2,9 +2,9 @@
 
 A graph over a tree runs in parts, some of them again, and is compared with the captured graph, so no part of it may
 write to what others read. A write can come before all of that if nothing reads the parameter earlier, and if writing
-again changes nothing: then each part reads what it reads in eager mode, also where eager mode repeats the write (a layer
-that is called twice, a checkpoint that is computed again). Other writes stay in the graph, where the passes refuse
-them.
+again changes nothing: then each part reads what it reads in eager mode, also where eager mode repeats the write (a
+layer that is called twice, a checkpoint that is computed again). Other writes stay in the graph, where the passes
+refuse them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dta_compile.passes.program import memory, where
 IDEMPOTENT = frozenset(
     "abs_ ceil_ clamp_ clamp_max_ clamp_min_ clip_ fill_ floor_ relu_ tril_ triu_ trunc_ zero_".split()  # noqa: SIM905
 )
-DATA = torch._C._autograd._get_data_attr
+DATA = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +90,10 @@ class _Parameter:
             self.writes.append(write)
         elif set(self.writes) != {write}:
             raise RefusalError(
-                "the model writes to a parameter that it has read before",
+                "the model writes to a parameter that it has used before",
                 where=where(node),
                 expected="reads that come after all writes to the parameter",
-                got=f"{write.method} after a read at {where(self.reader)}",
+                got=f"{write.method}, and before that {where(self.reader)}",
                 hint="write before the first read, with the same numbers in every layer that shares the parameter, or"
                 " outside of the compiled function",
             )

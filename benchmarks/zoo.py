@@ -101,6 +101,7 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
         "laurel_rank": 8,
+        "altup_coef_clip": 0.02,  # to which weights are clamped in training
     },
     "git": {"vision_config": {**_VISION, "image_size": 32}},
     "inkling2_loop_text": {

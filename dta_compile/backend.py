@@ -116,7 +116,9 @@ def dta(
     run: Compiled = records.recorded(engine)
     if graph.encoded:
         run = graph.encoded.calling(run, engine.note, parsed.memory_budget)
-    return keeping(graph.local.calling(run) if graph.local else run, reads_all=False)
+    for cut in (graph.local, graph.written):
+        run = cut.calling(run) if cut else run
+    return keeping(run, reads_all=False)
 
 
 def _refusal_by(call: fx.Node) -> RefusalError:
@@ -140,7 +142,7 @@ def _compiled(graph: Captured, options: Options) -> tuple[Executable, fx.GraphMo
     try:
         with _autograd_of_our_own():
             captured = graph.module
-            for cut in (graph.local, graph.encoded):
+            for cut in (graph.written, graph.local, graph.encoded):
                 captured = cut.module if cut else captured
             refuse_final_states(captured)
             module = with_our_convolutions(with_our_attention(without_flex_attention(captured)))

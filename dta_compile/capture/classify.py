@@ -20,6 +20,7 @@ from dta_compile.capture.encoded_media import EncodedMedia, without_encoders
 from dta_compile.capture.encoder_calls import encode
 from dta_compile.capture.encoder_cut import EncoderCalls, without_encoder_calls
 from dta_compile.capture.flash_attention import IN_GRAPH
+from dta_compile.capture.parameter_writes import ParameterWrites, without_parameter_writes
 from dta_compile.capture.recurrences import hands_over_states
 from dta_compile.capture.tensor_parallel import LocalGraph, on_own_tensors
 from dta_compile.capture.written_out import trains_parameters, written_out_attention
@@ -59,8 +60,9 @@ class Captured:
         has_attention: it calls attention or another mixer, or attention is written out in it.
         own_symbols: every size has a symbol of its own, also where sizes are equal (no duck shaping).
         graph_break: reason and line of the graph break that ends it; None without a break.
-        local: this rank's graph, if parameters are DTensors (tensor parallelism).
-        encoded: the graph (of `local`, if there is one) without the encoders of images and other media.
+        written: the graph without writes to parameters that run before it.
+        local: this rank's graph (of `written`, if there is one), if parameters are DTensors (tensor parallelism).
+        encoded: the graph (of `local` or `written`, if there is one) without the encoders of images and other media.
         note: a line to log for a graph that runs as captured.
         refusal: the error of a refused graph; with written-out attention, the error to raise if the passes find none.
     """
@@ -71,6 +73,7 @@ class Captured:
     has_attention: bool
     own_symbols: bool
     graph_break: str | None
+    written: ParameterWrites | None = None
     local: LocalGraph | None = None
     encoded: EncodedMedia | EncoderCalls | None = None
     note: str | None = None
@@ -108,13 +111,15 @@ def _for_the_tree(graph: Captured) -> Captured:
     if not graph.training and _generates(graph.module):
         return dataclasses.replace(graph, kind=Kind.PLAIN, note=GENERATION)
     try:
-        local = on_own_tensors(graph.module)
-        module = local.module if local else graph.module
+        written = without_parameter_writes(graph.module)
+        module = written.module if written else graph.module
+        local = on_own_tensors(module)
+        module = local.module if local else module
         encoded = without_encoder_calls(module) or without_encoders(module)
     except RefusalError as refusal:
         return dataclasses.replace(graph, kind=Kind.REFUSED, refusal=refusal)
     dynamo.unify_equal_sizes(encoded.module.graph if encoded else graph.module.graph)
-    return dataclasses.replace(graph, local=local, encoded=encoded)
+    return dataclasses.replace(graph, written=written, local=local, encoded=encoded)
 
 
 def _selects_in_vain(graph: Captured) -> bool:

@@ -366,6 +366,14 @@ for _name, _module in list(sys.modules.items()):
 registration.when_any_loaded(PACKAGES, _substitute_functions)
 
 
+def dilated_convolution(
+    value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dilation: int
+) -> torch.Tensor:
+    """Convolve `value` `[B, C, S]` with `weight` `[C, 1, k]`, entries `dilation` tokens apart: zeros between."""
+    reach = (weight.shape[2] - 1) * dilation
+    return causal_convolution(value, F.pad(weight[..., None], (0, dilation - 1)).flatten(2)[..., : reach + 1], bias)
+
+
 PADS = (F.pad, functions_of_nn.pad)
 ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
@@ -391,13 +399,13 @@ def _convolved(node: fx.Node) -> dict[str, Any] | None:
     if not all(isinstance(operand, fx.Node) and "example_value" in operand.meta for operand in (value, weight)):
         return None
     shape, (channels, per_group, width) = _sizes(value), weight.meta["example_value"].shape
-    is_plain = _unwrapped(args.get("stride", 1)) == 1 and _unwrapped(args.get("dilation", 1)) == 1
+    is_plain, reach = _unwrapped(args.get("stride", 1)) == 1, (width - 1) * _unwrapped(args.get("dilation", 1))
     if not is_plain or per_group != 1 or len(shape) != 3 or args.get("groups", 1) != channels or shape[1] != channels:
         return None
     padding = _unwrapped(args.get("padding", 0))
-    if padding == width - 1 and width > 1:
+    if padding == reach and width > 1:
         return args if node.users and all(_is_first_part(user, node, shape[2]) for user in node.users) else None
-    if padding == 0 and (source := _padded_before(value, width - 1)) is not None:
+    if padding == 0 and (source := _padded_before(value, reach)) is not None:
         return {**args, "input": source}
     return None
 
@@ -424,7 +432,9 @@ def _is_first_part(user: fx.Node, value: fx.Node, tokens: Any) -> bool:
 
 
 def _padded_before(value: fx.Node, count: int) -> fx.Node | None:
-    """Return `x` if a node is `pad(x, (count, 0))`, else None."""
+    """Return `x` if a node is all of `pad(x, (count, 0))`, else None."""
+    while _is_all(value):  # such as the latest `count + S` entries
+        value = value.args[0]
     if value.op != "call_function" or value.target not in PADS:
         return None
     args = {**dict(zip(("input", "pad", "mode", "value"), value.args, strict=False)), **value.kwargs}
@@ -432,10 +442,25 @@ def _padded_before(value: fx.Node, count: int) -> fx.Node | None:
     return args["input"] if zeros and tuple(args["pad"]) == (count, 0) else None
 
 
+def _is_all(node: fx.Node) -> bool:
+    """Return whether a node is slices of a value that leave nothing out."""
+    if getattr(node.target, "__name__", "") != "getitem":
+        return False
+    source, index = node.args
+    parts = index if isinstance(index, tuple) else (index,)
+    is_sliced = all(part is Ellipsis or isinstance(part, slice) for part in parts)
+    is_tensor = isinstance(source.meta.get("example_value"), torch.Tensor)
+    return is_sliced and is_tensor and _sizes(node) == _sizes(source)
+
+
 def _replace(node: fx.Node, args: dict[str, Any]) -> None:
     users = list(node.users) if _unwrapped(args.get("padding", 0)) else [node]
     with node.graph.inserting_after(node):
-        ours = node.graph.call_function(causal_convolution, (args["input"], args["weight"], args.get("bias")))
+        operands = args["input"], args["weight"], args.get("bias")
+        if (dilation := _unwrapped(args.get("dilation", 1))) == 1:
+            ours = node.graph.call_function(causal_convolution, operands)
+        else:
+            ours = node.graph.call_function(dilated_convolution, (*operands, dilation))
     ours.meta = {**node.meta, "example_value": users[0].meta["example_value"]}
     for user in users:
         user.replace_all_uses_with(ours)

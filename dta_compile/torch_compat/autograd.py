@@ -10,6 +10,7 @@ with needed_for("following gradients through a graph"):
     from torch import _sync as sync  # type: ignore[attr-defined]
     from torch._C import _log_api_usage_once as log_usage
     from torch._C import _set_grad_enabled as set_grad_enabled
+    from torch._C._autograd import _get_data_attr as read_data  # type: ignore[attr-defined]
     from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
     from torch.amp.autocast_mode import _enter_autocast as enter_autocast
     from torch.autograd.grad_mode import _enter_inference_mode as enter_inference_mode

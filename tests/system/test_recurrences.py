@@ -21,7 +21,18 @@ from dta_compile.plan.verify import verify
 from tests.support.cases import LOSSES, QUICK, chain, fan, make_case, with_options
 from tests.support.helpers import Measurement, errors
 from tests.support.inside import inside
-from tests.support.tiny import VOCABULARY, WIDTH, Block, after, assert_same, weighted
+from tests.support.tiny import (
+    SMALL_CHUNKS,
+    VOCABULARY,
+    WIDTH,
+    BareLM,
+    Block,
+    after,
+    assert_same,
+    gradients,
+    shared_ids,
+    weighted,
+)
 
 HEADS, GROUPS, KEYS, STATES = 4, 2, 3, 3
 OPS = torch.ops.dta
@@ -530,6 +541,29 @@ def test_short_rows_and_wide_convolutions():
             for chunk_size in (1, 10_000):
                 for padding in ("right", "left", "none"):
                     one.check(make_case(batch, padding), Options(chunk_size, "packed", memory_budget=0))
+
+
+class Dilated(BareLM):
+    """Causal convolutions of channels whose taps are not of neighbouring tokens, in two ways to write padding."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = {"groups": WIDTH, "dtype": torch.float64}
+        self.first = nn.Conv1d(WIDTH, WIDTH, 3, dilation=2, padding=4, **sizes)
+        self.second = nn.Conv1d(WIDTH, WIDTH, 2, dilation=5, bias=False, **sizes)
+
+    def mix(self, x, pairs=None):
+        tokens = x.shape[1]
+        x = x + self.first(x.mT)[..., :tokens].mT
+        return super().mix(x + self.second(F.pad(x.mT, (5, 0))[..., -(5 + tokens) :]).mT, pairs)
+
+
+def test_dilated_convolutions():
+    torch._dynamo.reset()
+    model, eager = Dilated(), Dilated()
+    compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
+    found = [(weighted(function(shared_ids())).backward(), function(shared_ids())) for function in (compiled, eager)]
+    assert_same(*((out.detach(), gradients(each)) for (_, out), each in zip(found, (model, eager), strict=True)))
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e4, 1e30])

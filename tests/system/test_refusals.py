@@ -172,6 +172,16 @@ def data_write(block, x, q, k, v):
     return x.sin()
 
 
+def parameter_scaled_in_place(block, x, q, k, v):
+    block.mlp.weight.data.mul_(0.99)
+
+
+def parameter_written_after_a_read(block, x, q, k, v):
+    x = x + block.mlp(x)
+    block.mlp.weight.data.clamp_(-0.1, 0.1)
+    return x
+
+
 def assigned_data(block, x, q, k, v):
     block.mlp.weight.data = block.mlp.weight.data * 2
     return block.mlp(x)
@@ -210,8 +220,9 @@ def clipped_gradient(block, x, q, k, v):
         (detached_write, "writes to a value with a gradient behind autograd's back"),
         *(
             pytest.param(write, "writes to a value with a gradient behind autograd's back", marks=pytest.mark.slow)
-            for write in (detached_write_with_a_gradient, data_write)
+            for write in (detached_write_with_a_gradient, data_write, parameter_scaled_in_place)
         ),
+        (parameter_written_after_a_read, "the model writes to a parameter that it has used before"),
         (assigned_data, "the model assigns to the .data of a tensor"),
         (hook_on_a_gradient, "a hook on the gradient of a value"),
         (clipped_gradient, "`x + (y - x).detach()` has the value of y and the gradient of x"),

@@ -195,7 +195,8 @@ class GradientFlow(CapturedInterpreter):
                 expected="writes that autograd records, or new values",
                 got="a write in place under torch.no_grad(), or to a detached alias",
                 hint="make a new value instead (x = x * 2, not x.mul_(2)); (y - x).detach() + x has the value of y and "
-                "the gradient of x",
+                "the gradient of x; a whole parameter may be written to before its first read, if the same write once "
+                "more would change nothing (clamp_ with numbers)",
             )
         self._track(value)
 

@@ -170,7 +170,7 @@ class _Found:
     def _whole_of(self, node: fx.Node) -> tuple[_Parameter, bool] | None:
         counts = True
         while node.target is read_data or name_of(node) == "detach" or node in self.nodes:
-            counts, node = counts and node.target is not DATA, node.args[0]
+            counts, node = counts and node.target is not read_data, node.args[0]
         parameter, counted = self.whole.get(node, (None, True))
         return None if parameter is None else (parameter, counts and counted)
 

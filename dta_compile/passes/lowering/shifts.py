@@ -29,8 +29,9 @@ from torch import fx
 from torch.utils._sympy.functions import Min, Mod, PythonMod
 
 from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
+from dta_compile.passes.axes.shape_rules import order_of
 from dta_compile.passes.graphs.nodes import call, descendants, filled_with, is_float
-from dta_compile.passes.graphs.operators import COPIES, LINEAR_LAYERS, MATRIX_PRODUCTS, RESHAPES
+from dta_compile.passes.graphs.operators import COPIES, LINEAR_LAYERS, MATRIX_PRODUCTS, RESHAPES, TRANSPOSITIONS
 from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import expression, sizes
 
@@ -126,7 +127,8 @@ def _whole(
         return None
     while (last := last.next) is not node:
         last.meta = {**node.meta, **last.meta}
-    return value.node if value.begin == 0 and shifts.any else None
+    is_part = node.target is aten.slice.Tensor  # may cut off what was put in front
+    return value.node if value.begin == 0 and (shifts.any or is_part) else None
 
 
 def _is_there_already(base: fx.Node, part: fx.Node, *bounds: Any) -> bool:
@@ -136,7 +138,7 @@ def _is_there_already(base: fx.Node, part: fx.Node, *bounds: Any) -> bool:
 
 def _dim_of(node: fx.Node) -> int | None:
     """Return the dimension along which a node joins or cuts entries; None if it pads several."""
-    rank = node.meta["val"].dim()
+    rank = node.meta["val"].dim() - (node.target is aten.unfold.default)
     if node.target is aten.constant_pad_nd.default:
         padded = [i for i, count in enumerate(node.args[1]) if not isinstance(count, int) or count != 0]
         dims = {rank - 1 - i // 2 for i in padded}
@@ -224,6 +226,8 @@ class _Shifts:
             return self._convolved(node, offset)
         if target is aten.unfold.default:
             return self._windows(node, offset)
+        if target in TRANSPOSITIONS and self._size(node) != self.tokens:
+            return self._transposed(node, offset)
         if target is aten.index_select.default:
             self._require(args[1] % node.meta["val"].dim() == self._dim(node) and self._size(args[0]) == self.tokens)
             return self.at(args[0], offset + self._rolled_by(args[2]))
@@ -287,14 +291,26 @@ class _Shifts:
         out = call(self.graph, node.target, read, weight, bias, [1], [0], [1], False, [0], groups)
         return _Extended(out, max(tap.begin for tap in taps))
 
+    def _along(self, source: fx.Node, dim: int, *offsets: int) -> list[_Extended]:
+        """Return a value of all tokens, which run along another dimension, for each offset."""
+        other = copy.copy(self)
+        other.back = int(source.meta["val"].dim()) - dim
+        values = [other.at(source, offset) for offset in offsets]
+        self.any |= other.any
+        return values
+
+    def _transposed(self, node: fx.Node, offset: int) -> _Extended:
+        source, *order = node.args
+        dims = order_of(node, len(sizes(node)))
+        (value,) = self._along(source, dims[self._dim(node)], offset)
+        self._require(len(sizes(value.node)) == len(dims))
+        return _Extended(call(self.graph, node.target, value.node, *order), value.begin)
+
     def _windows(self, node: fx.Node, offset: int) -> _Extended:
         """Return the windows of all tokens, which run along a new last dimension."""
         source, _, width, step = node.args
-        of_source = copy.copy(self)
-        of_source.back -= 1
-        self._require(of_source._dim(source) == _dim_of(node) and step == 1)
-        parts = [of_source.at(source, offset - tap) for tap in range(width)]
-        self.any |= of_source.any
+        self._require(self._dim(node) == _dim_of(node) and step == 1)
+        parts = self._along(source, self._dim(node), *(offset - tap for tap in range(width)))
         shapes = {sizes(part.node) for part in parts}
         self._require(len(shapes) == 1 and len(shapes.pop()) == len(sizes(source)))
         windows = call(self.graph, aten.stack.default, [part.node for part in parts], -1)

@@ -277,7 +277,7 @@ class _Shifts:
         return self._first(offset + before, filler, self.at(node, offset + before))
 
     def _convolved(self, node: fx.Node, offset: int) -> _Extended:
-        """Apply a convolution to all tokens, as a layer over the channels of all tokens that it reads."""
+        """Apply a convolution to all tokens, as a product for each group over the channels of all tokens it reads."""
         source, weight, bias, stride, padding, dilation, is_transposed, _, groups = node.args
         channels, width = (int(size) for size in (sizes(source)[1], sizes(weight)[-1]))
         self._require(self.back == 1 and len(sizes(source)) == 3 and stride == [1] and not is_transposed)
@@ -285,10 +285,16 @@ class _Shifts:
         taps = [self._padded(source, padding[0], padding[0], 0, offset - tap) for tap in every]
         self._require(all(sizes(tap.node)[1:] == (channels, self.tokens) for tap in taps))
         lead = [call(self.graph, aten.sym_size.int, taps[0].node, i) for i in (0, 2)]
-        read = call(self.graph, aten.stack.default, [tap.node for tap in taps], 2)
-        read = call(self.graph, aten.reshape.default, read, [lead[0], channels * width, lead[1]])
-        weight = call(self.graph, aten.reshape.default, weight, [int(sizes(weight)[0]), -1, 1])
-        out = call(self.graph, node.target, read, weight, bias, [1], [0], [1], False, [0], groups)
+        read = call(self.graph, aten.stack.default, [tap.node for tap in taps], -1)
+        read = call(self.graph, aten.permute.default, read, [1, 3, 0, 2])
+        shape, results = [groups, channels // groups * width], int(sizes(weight)[0])
+        read = call(self.graph, aten.reshape.default, read, [*shape, -1])
+        weight = call(self.graph, aten.reshape.default, weight, [groups, results // groups, shape[1]])
+        out = call(self.graph, aten.bmm.default, weight, read)
+        out = call(self.graph, aten.reshape.default, out, [results, *lead])
+        out = call(self.graph, aten.permute.default, out, [1, 0, 2])
+        if bias is not None:
+            out = call(self.graph, aten.add.Tensor, out, call(self.graph, aten.unsqueeze.default, bias, 1))
         return _Extended(out, max(tap.begin for tap in taps))
 
     def _along(self, source: fx.Node, dim: int, *offsets: int) -> list[_Extended]:

@@ -4,8 +4,8 @@ Over a batch (`attention_call`, or `sink_attention_call` with sinks) an operator
 `ops.dense_attention` computes it. Over a chunk it takes the layer's number, and the `joint` pass turns it into a call
 on the runtime's path stack, which holds the keys and values of the tokens before the chunk.
 
-A *sink* is, for each head, the score of an additional key in the softmax, whose value is zero. A *choice* is, for each
-query, the keys that it reads of those that it may read (`chosen_keys`). A *bias by distance* `[B, H, S, n]` has, for
+A *sink* is, for each head, the score of an additional key in the softmax, whose value is zero; *sinks by token*
+`[B, H, S, 1]` have one for each query as well. A *choice* is, for each query, the keys that it reads of those that it may read (`chosen_keys`). A *bias by distance* `[B, H, S, n]` has, for
 each head and query, what is added to the score of the key `d` tokens before it: entry `min(d, n - 1)`. A *table by
 distance* `[B, H, S, 1]` has, for each head, what is added to the score of every key `d` tokens before its query: the
 entry of the token with `d` tokens of its sequence before it. On the path it is a state, like keys: a query finds the
@@ -70,7 +70,8 @@ LIBRARY.define(
 DENSE_ATTENTION_BACKWARD = torch.ops.dta.dense_attention_backward.default
 
 
-SINKS, CHOICE = Operand("sinks", "sinks", has_tokens=False), Operand("choice", "choices of keys")
+SINKS, TOKEN_SINKS = Operand("sinks", "sinks", has_tokens=False), Operand("sinks", "sinks by token")
+CHOICE = Operand("choice", "choices of keys")
 BIAS, TABLE = Operand("bias", "biases by distance"), Operand("table", "tables by distance", True)
 COMPRESSED = Operand("compressed_key", "compressed keys", True), Operand("compressed_value", "their values", True)
 
@@ -109,23 +110,30 @@ def _mixer(prefix: str, name: str, *further: Operand) -> Mixer:
 
 ATTENTION_MIXER = _mixer("", "attention")
 SINK_ATTENTION_MIXER = _mixer("sink_", "attention with sinks", SINKS)
-BIASED_ATTENTION_MIXER = _mixer("biased_", "attention with a bias by distance", BIAS)
-TABLED_ATTENTION_MIXER = _mixer("tabled_", "attention with a table by distance", TABLE)
-BY_DISTANCE = (BIASED_ATTENTION_MIXER, TABLED_ATTENTION_MIXER)
+TOKEN_SINK_MIXER = _mixer("token_sink_", "attention with sinks by token", TOKEN_SINKS)
+BY_DISTANCE = (
+    _mixer("biased_", "attention with a bias by distance", BIAS),
+    _mixer("tabled_", "attention with a table by distance", TABLE),
+    _mixer("biased_sink_", "attention with sinks by token and a bias by distance", TOKEN_SINKS, BIAS),
+    _mixer("tabled_sink_", "attention with sinks by token and a table by distance", TOKEN_SINKS, TABLE),
+)
 # By kind of attention, the same over chosen keys.
 OVER_CHOSEN = {
     ATTENTION_MIXER: _mixer("chosen_", "attention over chosen keys", CHOICE),
     SINK_ATTENTION_MIXER: _mixer("chosen_sink_", "attention with sinks over chosen keys", SINKS, CHOICE),
+    TOKEN_SINK_MIXER: _mixer(
+        "chosen_token_sink_", "attention with sinks by token over chosen keys", TOKEN_SINKS, CHOICE
+    ),
 }
 COMPRESSED_MIXER = _mixer("compressed_", "attention with compressed keys", SINKS, *COMPRESSED)
 CHOSEN_COMPRESSED_MIXER = _mixer(
     "chosen_compressed_", "attention with chosen compressed keys", SINKS, *COMPRESSED, CHOICE
 )
 WITH_COMPRESSED = (COMPRESSED_MIXER, CHOSEN_COMPRESSED_MIXER)
-ATTENTION_MIXERS = (ATTENTION_MIXER, SINK_ATTENTION_MIXER, *BY_DISTANCE, *OVER_CHOSEN.values(), *WITH_COMPRESSED)
+ATTENTION_MIXERS = (*OVER_CHOSEN, *BY_DISTANCE, *OVER_CHOSEN.values(), *WITH_COMPRESSED)
 ATTENTION_CALL, ATTENTION, ATTENTION_BACKWARD = ATTENTION_MIXER.call, ATTENTION_MIXER.chunk, ATTENTION_MIXER.backward
 SINK_ATTENTION_CALL = SINK_ATTENTION_MIXER.call
-BIASED_ATTENTION_CALL, TABLED_ATTENTION_CALL = BIASED_ATTENTION_MIXER.call, TABLED_ATTENTION_MIXER.call
+CALLS = {mixer.operands[3:]: mixer.call for mixer in ATTENTION_MIXERS}  # by operands after queries, keys and values
 COMPRESSED_CALL, CHOSEN_COMPRESSED_CALL = COMPRESSED_MIXER.call, CHOSEN_COMPRESSED_MIXER.call
 
 
@@ -191,7 +199,7 @@ def _chunk_fake(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch
 
 def _implement(mixer: Mixer) -> None:
     """Implement the operators of a kind of attention."""
-    operands, passes_make_it = len(mixer.operands), mixer in (*BY_DISTANCE, *OVER_CHOSEN.values())
+    operands, passes_make_it = len(mixer.operands), mixer in (TOKEN_SINK_MIXER, *BY_DISTANCE, *OVER_CHOSEN.values())
     without_gradient = [None] * mixer.operands.count(CHOICE)
 
     def run_call(*arguments: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from dta_compile.executable.layers import AttentionLayer, StateSpec
-from dta_compile.ops.attention import ATTENTION_MIXER, BIASED_ATTENTION_MIXER, SINK_ATTENTION_MIXER
+from dta_compile.ops.attention import ATTENTION_MIXER, BY_DISTANCE, SINK_ATTENTION_MIXER
 from dta_compile.plan import Segment
 from dta_compile.runtime.attention.layer import AttentionRuntime
 from dta_compile.runtime.path.chunk_shape import ChunkShape, Limit
@@ -135,7 +135,7 @@ class Run:
         self.case, shape, dtype = case, case.shape, case.dtype
         tokens, heads = shape.tokens, case.kv_heads * case.groups
         capacity = shape.start + tokens + spare
-        other = BIASED_ATTENTION_MIXER if case.bias else ATTENTION_MIXER
+        other = BY_DISTANCE[0] if case.bias else ATTENTION_MIXER
         mixer = SINK_ATTENTION_MIXER if case.with_sinks else other
         layer = attention_layer(case.kv_heads, case.width, case.value_width, dtype, mixer)
         runtime = AttentionRuntime(provider(), case.limit, case.units, "bias" if case.bias else None)

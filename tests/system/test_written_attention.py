@@ -325,6 +325,50 @@ def test_learned_biases_by_query_and_distance():
     assert "attention with a bias by distance" in str(dta_compile.explain(compiled, shared_ids(5, 9)))
 
 
+def beside_sinks(q, k, v, bias, sinks):
+    scores = q @ k.mT + bias
+    scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    sinks = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1) if sinks.dim() == 1 else sinks
+    return (torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v).transpose(1, 2)
+
+
+def sinks_by_token(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    return beside_sinks(q, k, v, 0.0, q[..., :1] * model.scale[:, None, None])
+
+
+def sinks_by_token_beside_a_profile(model, q, k, v, pairs):  # Inkling 2
+    q, k, v = by_heads(q, k, v)
+    distance = steps(q.shape[2])
+    bias = gathered(model, q, distance.clamp(0, 3)).masked_fill((distance < 0) | (distance >= 3), 0.0)
+    return beside_sinks(q, k, v, bias, (q * model.scale[:, None, None]).sum(-1, keepdim=True))
+
+
+def sinks_beside_a_profile(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    return beside_sinks(q, k, v, gathered(model, q, steps(q.shape[2]).clamp(0, 2)), model.sinks)
+
+
+def sinks_beside_a_slope(model, q, k, v, pairs):
+    return beside_sinks(*by_heads(q, k, v), -0.1 * steps(q.shape[1]), model.sinks)
+
+
+def no_weight_beside_learned_slopes(model, q, k, v, pairs):  # softmax1
+    q, k, v = by_heads(q, k, v)
+    return beside_sinks(q, k, v, -model.scale[:, None, None] * steps(q.shape[2]), torch.zeros(HEADS).double())
+
+
+def test_sinks_by_token_and_beside_biases_by_distance():
+    ways = (
+        sinks_by_token,
+        sinks_by_token_beside_a_profile,
+        sinks_beside_a_profile,
+        sinks_beside_a_slope,
+        no_weight_beside_learned_slopes,
+    )
+    assert_equals_eager(WrittenLM(*ways), shared_ids(5, 9))
+
+
 class TabledLM(WrittenLM):
     """The same with a table of buckets, and buffers over pairs of tokens."""
 
@@ -515,7 +559,7 @@ def test_other_learned_biases_are_refused(bias):
     assert "bias" in error.value.hint or "softmax" in error.value.what
 
 
-@pytest.mark.parametrize("beside", ["sinks", "a soft cap", "a small filler"])
+@pytest.mark.parametrize("beside", ["a soft cap", "a small filler"])
 def test_what_a_learned_bias_by_distance_cannot_be_beside(beside):
     def way(model, q, k, v, pairs):
         q, k, v = by_heads(q, k, v)
@@ -523,8 +567,6 @@ def test_what_a_learned_bias_by_distance_cannot_be_beside(beside):
         scores = scores + gathered(model, q, steps(q.shape[2]).clamp(0, 2))
         later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(later, -1e4 if beside == "a small filler" else -torch.inf)
-        if beside == "sinks":
-            scores = torch.cat([scores, model.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
         return (scores.softmax(-1)[..., : q.shape[2]] @ v).transpose(1, 2)
 
     torch._dynamo.reset()
@@ -779,19 +821,19 @@ def over_queries(model, q, k, v, pairs):
     return (scores.softmax(-2) @ v).transpose(1, 2)
 
 
+def by_query_beside_sinks(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    bias = gathered(model, q, steps(q.shape[2]).clamp(0, 2)) + 0.1 * torch.arange(q.shape[2]).view(-1, 1)
+    scores = (q @ k.mT + bias).masked_fill(later, -torch.inf)
+    sinks = model.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    return (torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v).transpose(1, 2)
+
+
 def dropped(model, q, k, v, pairs):
     q, k, v = by_heads(q, k, v)
     scores = (q @ k.mT).masked_fill(model.bias[:, :, : q.shape[2], : q.shape[2]] == 0, -1e30)
     return (F.dropout(scores.softmax(-1), 0.1) @ v).transpose(1, 2)
-
-
-def by_distance_beside_sinks(model, q, k, v, pairs):
-    q, k, v = by_heads(q, k, v)
-    index = torch.arange(q.shape[2])
-    scores = q @ k.mT - 0.1 * (index[:, None] - index)
-    scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-    sinks = model.sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
-    return (torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v).transpose(1, 2)
 
 
 def with_changed_weights(model, q, k, v, pairs):
@@ -852,7 +894,7 @@ def by_sigmoid(model, q, k, v, pairs):
         (gated_by_another_mask, "values other than 0 and -inf"),
         (over_queries, "other queries than keys"),
         (dropped, "attention dropout cannot run"),
-        (by_distance_beside_sinks, "values other than 0 and -inf"),
+        (by_query_beside_sinks, "but not to the sinks"),
         (with_changed_weights, "mul.Tensor of the weights that a softmax gives"),
         (with_scores_that_are_added_later, "capped or masked already"),
         (hidden_at_other_places, "values other than 0 and -inf"),

@@ -50,6 +50,7 @@ from dta_compile.passes.lowering.joined_tokens import join_tokens
 from dta_compile.passes.lowering.next_tokens import pair_next_tokens
 from dta_compile.passes.lowering.one_length import OneLength
 from dta_compile.passes.lowering.repeated_calls import RepeatedCalls, merge_equal_values
+from dta_compile.passes.lowering.repeated_weights import multiply_unrepeated
 from dta_compile.passes.lowering.row_loops import select_masked_writes
 from dta_compile.passes.lowering.same_entries import replace_same_entries
 from dta_compile.passes.lowering.shifts import shifts_to_mixers
@@ -89,6 +90,7 @@ def lower(program: Program) -> None:
     _join_gradients_of_ranks(module.graph)
     replace_same_entries(module.graph, _inputs(module, program, *TRAINED))
     weights = set(_inputs(module, program, InputKind.PARAMETER))
+    multiply_unrepeated(module.graph)
     unrecognised = recognise_attention(module.graph, weights)
     if unrecognised is not None and not mixer_calls(module.graph):
         raise unrecognised
@@ -242,30 +244,7 @@ class _AttentionCapture(TorchFunctionMode):
             # It is in Python, and its calls of attention do not reach a mode that is handling it.
             with attribute_set(F, "scaled_dot_product_attention", capture_attention):
                 return func(*args, **kwargs)
-        if func in MATMULS and not kwargs and _broadcasts(*args):
-            return _matmul_without_expanding(*args)
         return func(*args, **kwargs)
-
-
-MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
-
-
-def _broadcasts(left: Any, right: Any) -> bool:
-    if not isinstance(right, torch.Tensor):
-        return False
-    return left.dim() > right.dim() >= 3 or right.dim() > left.dim() == 2
-
-
-def _matmul_without_expanding(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Compute `[B, H, S, D] @ [H, D, E]` or `[E, D] @ [B, D, S]`.
-
-    Torch would expand the weights to every sequence, and merge the batch with the heads.
-    """
-    if left.dim() == 2:
-        return (right.mT @ left.mT).mT
-    extra = "abcdefgh"[: left.dim() - right.dim()]
-    shared = "ijklmn"[: right.dim() - 2]
-    return torch.einsum(f"{extra}{shared}xy,{shared}yz->{extra}{shared}xz", left, right)
 
 
 def _dropout_is_identity(input: Any, p: float = 0.5, train: Any = True, *args: Any, **kwargs: Any) -> bool:

@@ -43,9 +43,10 @@ def replace_same_entries(graph: fx.Graph, trained: Iterable[fx.Node]) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or not has_tensor(node):
             continue
+        _drop_empty_parts(node)
         if (origin := _origin(node)) is not None:  # outputs stay values of their own
             node.replace_all_uses_with(origin, delete_user_cb=lambda user: user.op != "output")
-        elif (same := _only_part(node) or _kept(node, with_gradient)) is not None:
+        elif (same := _kept(node, with_gradient)) is not None:
             node.replace_all_uses_with(same)
     graph.eliminate_dead_code(fx.Node.is_impure)
 
@@ -58,6 +59,8 @@ def _origin(node: fx.Node) -> fx.Node | None:
         return _indexed_in_order(node)
     if node.target is aten.constant_pad_nd.default and not any(node.args[1]):
         return node.args[0]
+    if node.target is aten.cat.default and len(node.args[0]) == 1:
+        return node.args[0][0]
     return _joined_again(node) if node.target is aten.cat.default else None
 
 
@@ -107,11 +110,14 @@ def _position(bound: Any, size: sympy.Expr) -> sympy.Expr:
     return size + position if position.is_negative else position
 
 
-def _only_part(node: fx.Node) -> fx.Node | None:
-    """Return the only part with entries that `cat` joins: a KV cache that starts empty appends its first keys so."""
-    parts = [part for part in node.args[0] if sizes(part) != (0,)] if node.target is aten.cat.default else []
-    # Empty parts take part in type promotion.
-    return parts[0] if len(parts) == 1 and _are_alike(parts[0], node) else None
+def _drop_empty_parts(node: fx.Node) -> None:
+    """Drop what has no entries from the parts that `cat` joins: a KV cache starts so, and lists of states of layers."""
+    if node.target is not aten.cat.default:
+        return
+    parts = [part for part in node.args[0] if 0 not in sizes(part)]
+    same = (part.meta["val"].dtype is node.meta["val"].dtype for part in parts)
+    if parts and all(same):  # empty parts take part in type promotion
+        node.args = (parts, *node.args[1:])
 
 
 def _kept(node: fx.Node, with_gradient: set[fx.Node]) -> fx.Node | None:

@@ -3,6 +3,8 @@
     cat([x[:, :1], x[:, 1:] + g * x[:, :-1]], 1)
     pad(x, (0, 0, 1, -1))                pad(x, (0, 0, 1, 0))[:, :-1]             RWKV's token shift
     y = roll(x, 1, 1);  y[:, 0] = 0
+    conv1d(pad(x, (2, 0)), weight)       of any groups and dilation; also with `padding` and a slice of the result
+    pad(x, (2, 0)).unfold(2, 3, 1)       windows
 
 Each value has all tokens of the call; its entry `t` reads entries `t` and `t - k` of other values, its first entries
 something else. `lower` calls this to extend the slices to all tokens: `x[:, 1:]` to `x`, and `x[:, :-1]`, which is used
@@ -16,6 +18,7 @@ derivatives, such as linear layers.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
@@ -25,8 +28,9 @@ import torch
 from torch import fx
 
 from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
+from dta_compile.passes.axes.shape_rules import order_of
 from dta_compile.passes.graphs.nodes import call, descendants, filled_with, is_float
-from dta_compile.passes.graphs.operators import COPIES, LINEAR_LAYERS, MATRIX_PRODUCTS, RESHAPES
+from dta_compile.passes.graphs.operators import COPIES, LINEAR_LAYERS, MATRIX_PRODUCTS, RESHAPES, TRANSPOSITIONS
 from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import expression, sizes
 from dta_compile.torch_compat.sizes import Min, Mod, PythonMod
@@ -37,9 +41,11 @@ ROOTS = frozenset(
     {
         aten.cat.default,
         aten.constant_pad_nd.default,
+        aten.convolution.default,
         aten.select_scatter.default,
         aten.slice.Tensor,
         aten.slice_scatter.default,
+        aten.unfold.default,
     }
 )
 # Pointwise operators that are finite, with finite derivatives, where a token before the first one is zero.
@@ -121,7 +127,8 @@ def _whole(
         return None
     while (last := last.next) is not node:
         last.meta = {**node.meta, **last.meta}
-    return value.node if value.begin == 0 and shifts.any else None
+    is_part = node.target is aten.slice.Tensor  # may cut off what was put in front
+    return value.node if value.begin == 0 and (shifts.any or is_part) else None
 
 
 def _is_there_already(base: fx.Node, part: fx.Node, *bounds: Any) -> bool:
@@ -131,12 +138,14 @@ def _is_there_already(base: fx.Node, part: fx.Node, *bounds: Any) -> bool:
 
 def _dim_of(node: fx.Node) -> int | None:
     """Return the dimension along which a node joins or cuts entries; None if it pads several."""
-    rank = node.meta["val"].dim()
+    rank = node.meta["val"].dim() - (node.target is aten.unfold.default)
     if node.target is aten.constant_pad_nd.default:
         padded = [i for i, count in enumerate(node.args[1]) if not isinstance(count, int) or count != 0]
         dims = {rank - 1 - i // 2 for i in padded}
         return dims.pop() if len(dims) == 1 else None
-    at = {aten.cat.default: 1, aten.slice.Tensor: 1}.get(node.target, 2)
+    if node.target is aten.convolution.default:
+        return rank - 1
+    at = 1 if node.target in (aten.cat.default, aten.slice.Tensor, aten.unfold.default) else 2
     return (argument(node, at, "dim") or 0) % rank
 
 
@@ -203,6 +212,8 @@ class _Shifts:
             return self._joined(node, offset)
         if target is aten.slice.Tensor:
             start, dim = argument(node, 2, "start") or 0, (argument(node, 1, "dim") or 0) % node.meta["val"].dim()
+            if sizes(node) == sizes(args[0]):
+                return self.at(args[0], offset)
             if dim != self._dim(node):
                 return self._combined(node, offset)
             self._require(type(start) is int and start >= 0 and (argument(node, 4, "step") or 1) == 1)
@@ -210,9 +221,13 @@ class _Shifts:
         if target is aten.constant_pad_nd.default:
             self._require(_dim_of(node) == self._dim(node))
             before, after = (self._number_of_tokens(count) for count in args[1][2 * self.back - 2 : 2 * self.back])
-            self._require(after <= 0)
-            filler = _Extended(self._number(node, argument(node, 2, "value") or 0))
-            return self._first(offset + before, filler, self.at(args[0], offset + before))
+            return self._padded(args[0], before, after, argument(node, 2, "value") or 0, offset)
+        if target is aten.convolution.default:
+            return self._convolved(node, offset)
+        if target is aten.unfold.default:
+            return self._windows(node, offset)
+        if target in TRANSPOSITIONS and self._size(node) != self.tokens:
+            return self._transposed(node, offset)
         if target is aten.index_select.default:
             self._require(args[1] % node.meta["val"].dim() == self._dim(node) and self._size(args[0]) == self.tokens)
             return self.at(args[0], offset + self._rolled_by(args[2]))
@@ -253,6 +268,59 @@ class _Shifts:
     def _require(self, holds: Any) -> None:
         if not holds:
             raise _NoShift
+
+    def _padded(self, node: fx.Node, before: int, after: int, number: float, offset: int) -> _Extended:
+        """Return a value with numbers before and after its entries, of which no token may read the latter."""
+        beyond = offset + before + self._size(node) - self.tokens
+        self._require(after <= 0 or (beyond.is_Integer and beyond >= 0))
+        filler = _Extended(self._number(node, number))
+        return self._first(offset + before, filler, self.at(node, offset + before))
+
+    def _convolved(self, node: fx.Node, offset: int) -> _Extended:
+        """Apply a convolution to all tokens, as a product for each group over the channels of all tokens it reads."""
+        source, weight, bias, stride, padding, dilation, is_transposed, _, groups = node.args
+        channels, width = (int(size) for size in (sizes(source)[1], sizes(weight)[-1]))
+        self._require(self.back == 1 and len(sizes(source)) == 3 and stride == [1] and not is_transposed)
+        every = range(0, width * dilation[0], dilation[0])
+        taps = [self._padded(source, padding[0], padding[0], 0, offset - tap) for tap in every]
+        self._require(all(sizes(tap.node)[1:] == (channels, self.tokens) for tap in taps))
+        lead = [call(self.graph, aten.sym_size.int, taps[0].node, i) for i in (0, 2)]
+        read = call(self.graph, aten.stack.default, [tap.node for tap in taps], -1)
+        read = call(self.graph, aten.permute.default, read, [1, 3, 0, 2])
+        shape, results = [groups, channels // groups * width], int(sizes(weight)[0])
+        read = call(self.graph, aten.reshape.default, read, [*shape, -1])
+        weight = call(self.graph, aten.reshape.default, weight, [groups, results // groups, shape[1]])
+        out = call(self.graph, aten.bmm.default, weight, read)
+        out = call(self.graph, aten.reshape.default, out, [results, *lead])
+        out = call(self.graph, aten.permute.default, out, [1, 0, 2])
+        if bias is not None:
+            out = call(self.graph, aten.add.Tensor, out, call(self.graph, aten.unsqueeze.default, bias, 1))
+        return _Extended(out, max(tap.begin for tap in taps))
+
+    def _along(self, source: fx.Node, dim: int, *offsets: int) -> list[_Extended]:
+        """Return a value of all tokens, which run along another dimension, for each offset."""
+        other = copy.copy(self)
+        other.back = int(source.meta["val"].dim()) - dim
+        values = [other.at(source, offset) for offset in offsets]
+        self.any |= other.any
+        return values
+
+    def _transposed(self, node: fx.Node, offset: int) -> _Extended:
+        source, *order = node.args
+        dims = order_of(node, len(sizes(node)))
+        (value,) = self._along(source, dims[self._dim(node)], offset)
+        self._require(len(sizes(value.node)) == len(dims))
+        return _Extended(call(self.graph, node.target, value.node, *order), value.begin)
+
+    def _windows(self, node: fx.Node, offset: int) -> _Extended:
+        """Return the windows of all tokens, which run along a new last dimension."""
+        source, _, width, step = node.args
+        self._require(self._dim(node) == _dim_of(node) and step == 1)
+        parts = self._along(source, self._dim(node), *(offset - tap for tap in range(width)))
+        shapes = {sizes(part.node) for part in parts}
+        self._require(len(shapes) == 1 and len(shapes.pop()) == len(sizes(source)))
+        windows = call(self.graph, aten.stack.default, [part.node for part in parts], -1)
+        return _Extended(windows, max(part.begin for part in parts))
 
     def _joined(self, node: fx.Node, offset: int) -> _Extended:
         """Join parts, all but the last of which have a constant size."""
@@ -302,6 +370,10 @@ class _Shifts:
         self._require(self.back == 2 and len(shape) == 3 and sizes(node)[:2] == shape[:2] and not product.kwargs)
         self._require(not any(size.free_symbols for one in (*bias, weight) for size in sizes(one)))
         source = self.at(matrix, offset)
+        if not sizes(source.node):  # one number
+            row = call(self.graph, aten.expand.default, source.node, [1, int(shape[2])])
+            row = call(self.graph, product.target, *bias, row, weight)
+            return _Extended(call(self.graph, aten.reshape.default, row, [-1]))
         self._require(sizes(source.node) == (shape[0], self.tokens, shape[2]))
         lead = [call(self.graph, aten.sym_size.int, source.node, i) for i in (0, 1)]
         rows = call(self.graph, aten.reshape.default, source.node, [-1, int(shape[2])])
@@ -323,9 +395,9 @@ class _Shifts:
 
     def _first(self, count: int, first: _Extended, rest: _Extended) -> _Extended:
         """Select `first` before token `count`, and `rest` from there on."""
-        self._require(rest.begin <= count)
         if count <= 0:
             return rest
+        self._require(rest.begin <= count)
         length = self._size_of_call()
         positions = call(self.graph, aten.arange.default, length, device=self.root.meta["val"].device)
         is_first = call(self.graph, aten.lt.Scalar, positions, count)

@@ -17,7 +17,7 @@ from dta_compile.executable.layers import (
 )
 from dta_compile.executable.layouts import Layout
 from dta_compile.executable.masks import MaskProgram, refusal
-from dta_compile.ops.attention import ATTENTION_MIXERS, OVER_CHOSEN, TABLED_ATTENTION_MIXER, Masking
+from dta_compile.ops.attention import ATTENTION_MIXERS, OVER_CHOSEN, TABLE, Masking
 from dta_compile.ops.chosen_keys import CHOICE_MIXER, choosing_of
 from dta_compile.ops.distances import BY_DEPTH
 from dta_compile.ops.feature_tables import TABLE_ROWS
@@ -66,7 +66,7 @@ def mixers(program: Program) -> None:
         if masking.segments is not None:
             masking = masking._replace(segments=first.like(masking.segments))
         mask, choice = masks.of(node, masking)
-        if mixer is TABLED_ATTENTION_MIXER:
+        if TABLE in mixer.operands:
             _require_by_depth(program, operands[-1])
         if mixer is not CHOICE_MIXER:
             query, key, value, *others = operands

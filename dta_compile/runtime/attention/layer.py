@@ -48,13 +48,13 @@ class AttentionRuntime:
         """Return output `[1, Hq, c, Dv]`, laid out as by `by_tokens`, and log-sum-exp `[1, Hq, c]`, sinks included."""
         out, logsumexp = self._without_sinks(x)
         for sinks in self._sinks(x):
-            sinks = sinks.to(logsumexp.dtype)[:, None]
+            sinks = _by_token(sinks, logsumexp)
             out = (out * torch.sigmoid(logsumexp - sinks)[..., None]).to(out.dtype)
             logsumexp = torch.logaddexp(logsumexp, sinks)
         return by_tokens(out), logsumexp
 
     def backward(self, grad: torch.Tensor, results: Tensors, x: LayerInputs, above_grads: Tensors) -> Tensors:
-        """Return gradients of query, key, value and bias, in the layout of `by_tokens`, and of sinks `[Hq]`.
+        """Return gradients of query, key, value, sinks and bias; those by token in the layout of `by_tokens`.
 
         Gradients of any subset of keys are exact given output and log-sum-exp over all keys, sinks included. A sink has
         the weight `exp(sink - log-sum-exp)` and the value zero.
@@ -65,8 +65,10 @@ class AttentionRuntime:
             gradients = *gradients[:3], _of_table(gradients[3], x, above_grads[2])
         grads: Tensors = tuple(map(by_tokens, gradients))
         for sinks in self._sinks(x):
-            share = (sinks.to(logsumexp.dtype)[:, None] - logsumexp).exp()
-            grads += (-(share * (grad.to(share.dtype) * out.to(share.dtype)).sum(-1)).sum((0, 2)),)
+            share = (_by_token(sinks, logsumexp) - logsumexp).exp()
+            of_sinks = -(share * (grad.to(share.dtype) * out.to(share.dtype)).sum(-1))
+            of_sinks = of_sinks.sum((0, 2)) if sinks.dim() == 1 else by_tokens(of_sinks[..., None])
+            grads = *grads[:3], of_sinks, *grads[3:]
         return grads
 
     def _without_sinks(self, x: LayerInputs) -> Tensors:
@@ -82,6 +84,12 @@ class AttentionRuntime:
             bias = _table(x)
         limits = self.limit, softcap, self.units
         return Operands(query, key, value, prefix_key, prefix_value, x.chunk, x.table, scale, *limits, choice, bias)
+
+
+def _by_token(sinks: torch.Tensor, logsumexp: torch.Tensor) -> torch.Tensor:
+    """Return sinks by head, or by head and token, in the dtype and for the dimensions of a log-sum-exp."""
+    sinks = sinks.to(logsumexp.dtype)
+    return sinks[:, None] if sinks.dim() == 1 else sinks[..., 0]
 
 
 def _table(x: LayerInputs) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from dta_compile.errors import RefusalError
 from dta_compile.executable.layers import AttentionLayer, MixerLayer
-from dta_compile.ops.attention import BIASED_ATTENTION_MIXER
+from dta_compile.ops.attention import BIAS
 
 UNDERFLOW = {torch.float64: 746.0}  # exp(-x) is zero; 104 in float32, in which half precision is summed, too
 ROUNDINGS = 4  # of scores and of their sums with the mask, in units of the last place
@@ -27,7 +27,7 @@ def require_hidden(layers: Sequence[MixerLayer], fillers: Mapping[int, float], n
     for number, (of_queries, of_keys, of_tables) in zip(fillers, norms[list(fillers)].tolist(), strict=True):
         layer, filler = layers[number], fillers[number]
         assert isinstance(layer, AttentionLayer)
-        is_bounded = layer.mixer is not BIASED_ATTENTION_MIXER
+        is_bounded = BIAS not in layer.mixer.operands
         score = min(of_queries * of_keys, layer.softcap or math.inf) + of_tables if is_bounded else math.inf
         rounding = ROUNDINGS * torch.finfo(layer.dtype).eps * (score - filler) - OF_MASK * filler
         if 2 * score + UNDERFLOW.get(layer.dtype, 104.0) + rounding >= -filler:

@@ -26,7 +26,7 @@ def entries_first(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     leading.sort(key=lambda i: layout.dims[i] is not Axis.BATCH)
     features = [i for i, axis in enumerate(layout.dims) if axis is None]
     value = value.permute(*leading, *features)
-    return value.reshape(-1, *value.shape[len(leading) :])
+    return value.flatten(0, len(leading) - 1) if leading else value[None]
 
 
 def entry_index(item: ChunkInput, sequences: Integers, columns: Integers, window: tuple[int, int]) -> Integers:

@@ -133,9 +133,44 @@ def of_features_beside_a_constant(x, g):
     return rolled(y[..., ::2], g)
 
 
+def kernel(g, *shape):
+    return torch.arange(torch.Size(shape).numel(), dtype=g.dtype).sin().reshape(shape) * g[0]
+
+
+def convolved(x, g):  # Zaya
+    y = F.conv1d(F.pad(x, (0, 0, 2, 0)).transpose(1, 2), kernel(g, WIDTH, 1, 2), g, groups=WIDTH)
+    return x + F.conv1d(y, kernel(g, WIDTH, WIDTH // 2, 2), g, groups=2).transpose(1, 2)
+
+
+def convolved_with_dilation(x, g):
+    y = F.conv1d(x.transpose(1, 2), kernel(g, WIDTH, WIDTH, 2), padding=2, dilation=2)
+    return x + y[..., :-2].transpose(1, 2)
+
+
+def in_windows(x, g):  # Inkling 2
+    windows = F.pad(x.transpose(1, 2), (2, 0))[..., -(x.shape[1] + 2) :].unfold(-1, 3, 1).flip(-1).transpose(1, 2)
+    return x + (windows * (x @ kernel(g, WIDTH, 3))[:, :, None]).sum(-1)
+
+
+def of_taps(x, g):
+    padded = F.pad(x, (0, 0, 2, 0))
+    return sum(g[i] * padded[:, i : i + x.shape[1]] for i in range(3))
+
+
+def after_a_layer_of_zero(x, g):
+    layer = kernel(g, WIDTH, WIDTH)
+    first = F.linear(x.new_zeros(len(x), 1, WIDTH), layer, g)
+    return x + torch.cat([first, F.linear(x, layer)[:, :-1]], 1)
+
+
 @pytest.mark.parametrize(
     "shift",
     [
+        convolved,
+        convolved_with_dilation,
+        in_windows,
+        of_taps,
+        after_a_layer_of_zero,
         added,
         of_features_beside_a_constant,
         padded_and_cut,
@@ -196,8 +231,20 @@ def after_the_first_twice(x, g):
     return x + g * torch.cat([x[:, :1].expand(-1, 2, -1), x[:, :-2]], 1)
 
 
+def convolved_in_the_middle(x, g):
+    return x + F.conv1d(x.transpose(1, 2), kernel(g, WIDTH, WIDTH, 3), padding=1).transpose(1, 2)
+
+
 @pytest.mark.parametrize(
-    "shift", [joined_backwards, written_backwards, rolled_alone, relative_to_the_first, after_the_first_twice]
+    "shift",
+    [
+        joined_backwards,
+        written_backwards,
+        rolled_alone,
+        relative_to_the_first,
+        after_the_first_twice,
+        convolved_in_the_middle,
+    ],
 )
 def test_what_reads_other_tokens_is_refused(shift):
     with pytest.raises(RefusalError, match="tokens are mixed before the last attention"):

@@ -52,12 +52,13 @@ class Distances:
 
     Args:
         dtype: that of the scores. What is rounded to a narrower one is no multiple of a distance.
+        exact: whether what is added to all scores of a query alike is part of the rest. It is where there are sinks.
     """
 
     FACTORS: frozenset[str] = frozenset()  # what a factor of a slope may vary with
 
-    def __init__(self, graph: fx.Graph, dtype: torch.dtype) -> None:
-        self.graph, self.dtype = graph, dtype
+    def __init__(self, graph: fx.Graph, dtype: torch.dtype, exact: bool = False) -> None:
+        self.graph, self.dtype, self.of_none = graph, dtype, None if exact else 0.0
 
     def split(self, node: fx.Node, labels: Labels) -> tuple[fx.Node | None, Slope] | None:
         """Split a bias into a rest and `slope * k`; a rest of None is zero. Return None if no slope is found."""
@@ -128,7 +129,7 @@ class Distances:
     def _slope(self, node: fx.Node, labels: Labels) -> Slope | None:
         """Return the slope of a value `slope * k + f(q)`, 0.0 if it has no keys, None if it has another form."""
         if "k" not in labels:
-            return 0.0
+            return self.of_none
         if (own := self._own(node, labels)) is not None:
             return own
         if self._rounds(node):

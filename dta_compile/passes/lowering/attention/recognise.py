@@ -17,7 +17,7 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_CALL
-from dta_compile.passes.graphs.nodes import SizeNodes, descendants, filled_with, full_for, is_float
+from dta_compile.passes.graphs.nodes import SizeNodes, copy_stack_trace, descendants, filled_with, full_for, is_float
 from dta_compile.passes.graphs.operators import (
     CASTS,
     DROPOUTS,
@@ -81,7 +81,7 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
                 else:
                     attention = Attention.written_out(*written[node], node, search.path_to)
                 Rewrite(arranger, attention, node, weights, known).run()
-                _copy_stack_trace(node)
+                copy_stack_trace(node)
         except Mismatch as mismatch:
             if not is_call:
                 node.meta["unrecognised"] = _refusal(node, str(mismatch))
@@ -118,14 +118,6 @@ def _is_biased(attention: fx.Node, kinds: Sequence[Callable[[fx.Graph, torch.dty
     labels = (*[None] * (mask.meta["val"].dim() - 2), "q", "k")
     dtype = attention.meta["val"].dtype
     return any(kind(attention.graph, dtype).split(mask, labels) is not None for kind in kinds)
-
-
-def _copy_stack_trace(node: fx.Node) -> None:
-    """Give the new nodes right before a node its stack trace."""
-    new = node.prev
-    while new.op == "call_function" and "stack_trace" not in new.meta:
-        new.meta["stack_trace"] = node.meta.get("stack_trace")
-        new = new.prev
 
 
 def _refusal(node: fx.Node, got: str) -> RefusalError:

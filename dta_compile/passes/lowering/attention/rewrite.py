@@ -20,13 +20,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.ops.attention import (
-    ATTENTION_CALL,
-    BIASED_ATTENTION_CALL,
-    SINK_ATTENTION_CALL,
-    TABLED_ATTENTION_CALL,
-    Masking,
-)
+from dta_compile.ops.attention import BIAS, CALLS, SINKS, TABLE, TOKEN_SINKS, Masking
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import call, may_have_gradient
 from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, DROPOUTS, MASKED_FILLS
@@ -245,26 +239,28 @@ class Rewrite:
         dtype = torch.promote_types(query.meta["val"].dtype, values.meta["val"].dtype)
         operands = [cast(one, dtype) for one in (query, keys, values)]
         masking = Masking(self._mask(dtype), found.is_causal, None, 0, scale, scores.cap or 0.0)
+        further = {}
+        if scores.sinks is not None:
+            by_token = bool(profiles or tables) or any(map(scores.sinks.has, self.rows))
+            sinks = self._sinks(scores.sinks, by_token)
+            further[TOKEN_SINKS if by_token else SINKS] = cast(sinks, dtype)
         if profiles:
-            out = self.call(BIASED_ATTENTION_CALL, *operands, self._profile(profiles), *masking)
+            further[BIAS] = self._profile(profiles)
         elif tables:
-            out = self.call(TABLED_ATTENTION_CALL, *operands, self._table(tables), *masking)
-        elif scores.sinks is None:
-            out = self.call(ATTENTION_CALL, *operands, *masking)
-        else:
-            sinks = self._sinks(scores.sinks)
-            out = self.call(SINK_ATTENTION_CALL, *operands, cast(sinks, dtype), *masking)
+            further[TABLE] = self._table(tables)
+        out = self.call(CALLS[tuple(further)], *operands, *further.values(), *masking)
         dims = [found.batch, found.heads, [found.token], leaves(found.features)]
         self._replace(self.node, found.out, Arranged(cast(out, self.node.meta["val"].dtype), dims, dims))
 
-    def _sinks(self, sinks: Arranged) -> fx.Node:
-        """Return sinks `[H]`."""
-        if (number := number_of(sinks.base)) is None:
-            return self.arranger.arrange(sinks, [self.attention.heads])
-        value, heads = sinks.base.meta["val"], self.arranger.size(self.attention.heads)
-        kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-        with value.fake_mode:
-            return self.call(aten.full.default, [heads], number, **kwargs)
+    def _sinks(self, sinks: Arranged, by_token: bool) -> fx.Node:
+        """Return sinks `[H]`, or `[B, H, S, 1]` by token."""
+        heads, number = self.attention.heads, number_of(sinks.base)
+        if number is not None:
+            value, size = sinks.base.meta["val"], self.arranger.size(heads)
+            kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+            with value.fake_mode:
+                sinks = Arranged(self.call(aten.full.default, [size], number, **kwargs), [heads], [heads])
+        return self._column(sinks, self.attention.token) if by_token else self.arranger.arrange(sinks, [heads])
 
     def _scaled_query(self) -> tuple[fx.Node, float]:
         """Return the query, multiplied by all factors of scores that are no positive number, and the scale."""
@@ -333,23 +329,23 @@ class Rewrite:
         return ancestors(list(nodes), stop=lambda node: has_tensor(node) and not may_have_gradient(node)) & self.weights
 
     def _takes_slopes(self) -> bool:
-        """Return whether features of queries can hold slopes: they have the digits, and scores no cap."""
-        scores, query = self.attention.scores, self.attention.query.base.meta["val"]
-        return scores.cap is None and query.dtype.itemsize >= 4
+        """Return whether features of queries can hold slopes: they have the digits, and scores no cap and no sinks.
 
-    def _split(self, kind: Callable[[fx.Graph, torch.dtype], Distances]) -> list[Arranged | float]:
-        """Return slopes, profiles or tables of biases by the distance of query and key; leave the rest in the masks.
-
-        With sinks there are none: a number added to all scores of a query, but not to its sink, changes the softmax.
+        A number added to all scores of a query, but not to its sink, changes the softmax.
         """
+        scores, query = self.attention.scores, self.attention.query.base.meta["val"]
+        return scores.cap is None and scores.sinks is None and query.dtype.itemsize >= 4
+
+    def _split(self, kind: Callable[[fx.Graph, torch.dtype, bool], Distances]) -> list[Arranged | float]:
+        """Return slopes, profiles or tables of biases by the distance of query and key; leave the rest in the masks."""
         slopes, masks = list[Arranged | float](), list[Arranged]()
         found = self.attention
         for mask in found.scores.masks:
             labels = labels_of([leaves(dim) for dim in mask.own], found.token, found.key)
             split = None
-            if is_added(mask) and found.scores.sinks is None and {"q", "k"} <= set(labels):
+            if is_added(mask) and {"q", "k"} <= set(labels):
                 dtype = found.scores.product.meta["val"].dtype
-                split = kind(self.arranger.graph, dtype).split(mask.base, labels)
+                split = kind(self.arranger.graph, dtype, found.scores.sinks is not None).split(mask.base, labels)
             parts = [part for part in split or () if isinstance(part, fx.Node)]
             # What is lost has a gradient of zero in eager mode.
             if split is None or self._learned(*parts) < self._learned(mask.base):

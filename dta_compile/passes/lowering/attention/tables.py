@@ -53,8 +53,10 @@ class Tables(Distances):
         known: the values of key 0 that were built in this graph so far.
     """
 
-    def __init__(self, graph: fx.Graph, dtype: torch.dtype, weights: Collection[fx.Node], known: Known) -> None:
-        super().__init__(graph, dtype)
+    def __init__(
+        self, graph: fx.Graph, dtype: torch.dtype, exact: bool = False, *, weights: Collection[fx.Node], known: Known
+    ) -> None:
+        super().__init__(graph, dtype, exact)
         self.weights, self.known = set(weights), known
         self.proven: dict[tuple[fx.Node, Labels], bool] = {}
         self.tested: set[fx.Node] = set()
@@ -81,10 +83,10 @@ class Tables(Distances):
     def _slope(self, node: fx.Node, labels: Labels) -> Slope | None:
         """Return the table of a bias; 0.0 if it has no keys, None if it is no function of the distance, or a mask."""
         if "k" not in labels:
-            return 0.0
+            return self.of_none
         affine = self._affine(node, labels)
         if affine is not None and affine[:2] == (0, 0):
-            return 0.0
+            return self.of_none
         if "q" not in labels or not self._is_bias(node, labels) or not self._is_of_distance(node, labels):
             return None
         tested = self.tested & ancestors([node])

@@ -12,6 +12,7 @@ _NARROW = "self.narrow$ = nn.Linear(D, 1)"
 
 OPERATORS = [
     Part("x = F.rms_norm(x, (D,), self.gain$)", _GAIN),
+    Part("self.gain$.data.clamp_(0.7, 1.2)\nx = x * self.gain$", _GAIN),
     Part("x = F.layer_norm(x, (D,), self.gain$)", _GAIN),
     Part("x = x / (x.norm(dim=-1, keepdim=True) + 1)"),
     Part("x = F.group_norm(x.reshape(B * S, D), 2, self.gain$).view(B, S, D)", _GAIN),

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from dta_compile.passes.graphs.nodes import call, copy_stack_trace
-from dta_compile.passes.lowering.attention.factors import MOVES, Arranged, Arranger, Dim, Mismatch, leaves, moved, unify
+from dta_compile.passes.lowering.attention.factors import MOVES, Arranged, Arranger, Dim, Mismatch, leaves, unify
 from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten

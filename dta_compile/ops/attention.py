@@ -5,12 +5,12 @@ Over a batch (`attention_call`, or `sink_attention_call` with sinks) an operator
 on the runtime's path stack, which holds the keys and values of the tokens before the chunk.
 
 A *sink* is, for each head, the score of an additional key in the softmax, whose value is zero; *sinks by token*
-`[B, H, S, 1]` have one for each query as well. A *choice* is, for each query, the keys that it reads of those that it
-may read (`chosen_keys`). A *bias by distance* `[B, H, S, n]` has, for each head and query, what is added to the score
-of the key `d` tokens before it: entry `min(d, n - 1)`. A *table by distance* `[B, H, S, 1]`
-has, for each head, what is added to the score of every key `d` tokens before its query: the entry of the token with `d`
-tokens of its sequence before it. On the path it is a state, like keys: a query finds the entries of all its distances,
-and gradients for them, at the tokens above it.
+`[B, H, S, 1]` have one for each query. A *choice* is, for each query, the keys that it reads of those that it may read
+(`chosen_keys`). A *bias by distance* `[B, H, S, n]` has, for each head and query, what is added to the score of the key
+`d` tokens before it: entry `min(d, n - 1)`. A *table by distance* `[B, H, S, 1]` has, for each head, what is added to
+the score of every key `d` tokens before its query: the entry of the token with `d` tokens of its sequence before it. On
+the path it is a state, like keys: a query finds the entries of all its distances, and gradients for them, at the tokens
+above it.
 
 With *compressed keys* (DeepSeek-V4) a query also reads, in the same softmax, the compressed keys and values of the last
 tokens of whole windows of `stride` tokens, up to its own token, however far above; those of other tokens are not read.

@@ -22,7 +22,7 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.tensor import SymNodeVariable
 
 from dta_compile.capture import dynamo
-from dta_compile.capture.graph_breaks import selected_branches
+from dta_compile.capture.graph_breaks import hit_loops, selected_branches
 
 
 def avoid() -> None:
@@ -31,6 +31,7 @@ def avoid() -> None:
         (TorchInGraphFunctionVariable, "call_function", _specialising_bools),
         (TensorVariable, "method_requires_grad_", _tracing_requires_grad),
         (TensorVariable, "method_tolist", _tracing_tolist),
+        (TensorVariable, "method_item", hit_loops.tracing_item),
         (InstructionTranslatorBase, "step", selected_branches.taking_branches),
         (OutputGraph, "compile_subgraph", selected_branches.refusing_open_branches),
     ):
@@ -94,6 +95,9 @@ def _tracing_tolist(method: Callable[..., Any]) -> Callable[..., Any]:
         if not dynamo.traces_selections(tx.output):
             return method(self, tx)
         node, mode = self.as_proxy().node, tx.output.fake_mode
+        if self.ndim == 1 and tx.instructions[tx.instruction_pointer].opname == "GET_ITER":
+            if dynamo.takes_branches(tx.output) and (iterator := hit_loops.iterator(tx, self, as_integers=True)):
+                return iterator
         least = node.kwargs.get("minlength") if getattr(node.target, "__name__", node.target) == "bincount" else None
         if type(least) is int:
             first = SliceVariable([ConstantVariable.create(i) for i in (None, least, None)], tx)

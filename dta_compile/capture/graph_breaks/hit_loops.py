@@ -11,9 +11,8 @@ does nothing is proven at its end.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._dynamo.variables import ConstantVariable, SliceVariable, TensorVariable, TupleVariable
@@ -21,16 +20,15 @@ from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.lists import ListIteratorVariable
 
-from dta_compile.capture import dynamo
 from dta_compile.capture.graph_breaks.selections import NUMBER, number_of, numbers_hit
 
 LISTS = (torch.nn.ModuleList, torch.nn.ParameterList, torch.nn.Sequential)
 
 
 class HitIterator(ListIteratorVariable):
-    """An iterator over all numbers that may be listed; `selections` has what each selects if it is."""
+    """An iterator over all numbers that may be listed; `selection_of` says what each selects."""
 
-    _nonvar_fields = {"selection_of", *ListIteratorVariable._nonvar_fields}
+    _nonvar_fields: ClassVar[set[str]] = {"selection_of", *ListIteratorVariable._nonvar_fields}
 
     def __init__(self, items: list[Any], selection_of: Callable[[int], Hashable], **arguments: Any) -> None:
         super().__init__(items, **arguments)
@@ -38,7 +36,7 @@ class HitIterator(ListIteratorVariable):
 
 
 def iterator(translator: Any, value: Any, as_integers: bool = False) -> HitIterator | None:
-    """Return an iterator over all numbers that a tensor may list, as its rows or as integers; None for other tensors."""
+    """Return an iterator over all numbers that a tensor may list, as rows of it or integers; None for other ones."""
     hit = numbers_hit(value.as_proxy().node)
     if hit is None:
         return None
@@ -59,9 +57,9 @@ def iterator(translator: Any, value: Any, as_integers: bool = False) -> HitItera
 def use_number(translator: Any, _: Any) -> None:
     """Replace the index that is about to be used by the integer that it is known to be."""
     index = translator.stack[-1]
-    if isinstance(index, TupleVariable) and any(_number(part) is not None for part in index.items):
+    if isinstance(index, TupleVariable) and any(known_number(part) is not None for part in index.items):
         translator.stack[-1] = TupleVariable([_scalar(part) or part for part in index.items])
-    if (number := _number(index)) is None:
+    if (number := known_number(index)) is None:
         return
     container = translator.stack[-2]
     if isinstance(container, TensorVariable) and _scalar(index) is None:  # the copy of a row, as a vector picks it
@@ -72,24 +70,13 @@ def use_number(translator: Any, _: Any) -> None:
         translator.stack[-1] = ConstantVariable.create(number)
 
 
-def _number(value: Any) -> int | None:
+def known_number(value: Any) -> int | None:
+    """Return the integer that a tensor is known to be, one of a loop's; None for others."""
     return number_of(value.as_proxy().node) if isinstance(value, TensorVariable) else None
 
 
 def _scalar(value: Any) -> ConstantVariable | None:
     """Return the integer that a tensor without dimensions is known to be: it indexes as the integer does."""
-    number = _number(value)
+    number = known_number(value)
     is_scalar = number is not None and value.as_proxy().node.meta["example_value"].dim() == 0
     return ConstantVariable.create(number) if is_scalar else None
-
-
-def tracing_item(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Dynamo's `item()` of a tensor: that of a known number is an integer."""
-
-    @functools.wraps(method)
-    def method_item(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        number = _number(self) if dynamo.takes_branches(tx.output) else None
-        return method(self, tx, *args, **kwargs) if number is None else ConstantVariable.create(number)
-
-    method_item.of_dta = True  # type: ignore[attr-defined]
-    return method_item

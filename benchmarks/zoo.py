@@ -55,6 +55,7 @@ SIZES = {
     ("router_hidden_size", "hidden_size_per_layer_input"): 16,
     ("vocab_size_per_layer_input",): VOCABULARY,
     ("enable_moe_block",): True,
+    ("is_decoder",): True,  # an encoder otherwise, which nobody trains to predict the next token
     ("q_lora_rank", "kv_lora_rank", "pad_token_id"): 16,
     ("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"): 8,
     ("max_position_embeddings", "n_positions", "max_seq_len"): 128,
@@ -128,7 +129,7 @@ OWN: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
         "hc_lowrank": 8,
     },
-    "reformer": {"is_decoder": True, "attn_layers": ["local", "lsh"], "axial_pos_embds": False},
+    "reformer": {"attn_layers": ["local", "lsh"], "axial_pos_embds": False},
     "roc_bert": {"pronunciation_embed_dim": 16, "shape_embed_dim": 16, "shape_vocab_size": 32},
     "xglm": {"attention_heads": 4, "num_layers": 2},
     "xlm": {"emb_dim": 64, "causal": True},

@@ -375,6 +375,31 @@ class OfAView(Branching):
         return out, hits
 
 
+class Noting(Branching):
+    """Counts in a dictionary."""
+
+    def mix(self, x, weights, chosen):
+        self.noted = {}
+        return super().mix(x, weights, chosen) * len(self.noted)
+
+    def of_some(self, out, hits, x, mask, others, expert):
+        out[mask] += expert(x[mask])
+        self.noted[expert] = 1
+        return out, hits
+
+
+class Yielding(Mixture):
+    """What loops over the experts with tokens gives each to another function."""
+
+    def mix(self, x, weights, chosen):
+        return sum(part + 1 for part in self.parts(x, chosen))
+
+    def parts(self, x, chosen):
+        for number in chosen.unique():
+            rows, _ = torch.where(chosen == number)
+            yield torch.zeros_like(x).index_add(0, rows, self.experts[number](x[rows]))
+
+
 class Else(Mixture):
     def mix(self, x, weights, chosen):
         out = torch.zeros_like(x)
@@ -511,9 +536,10 @@ REFUSED = {
     IfThereAre: r"graph break.*numel\(\) == 0.*drop the `if`",
     OfAMaskThatChanges: r"graph break.*if some",
     **dict.fromkeys(
-        (Scaling, OfOthers, ByNumbers, Hits, OfAView, Else, Breaking, OfAnEarlierMask), r"graph break.*if mask\.any"
+        (Scaling, OfOthers, ByNumbers, Hits, Noting, OfAView, Else, Breaking, OfAnEarlierMask),
+        r"graph break.*if mask\.any",
     ),
-    LastHit: r"graph break.*for number in chosen\.unique.*loop over all of them",
+    **dict.fromkeys((LastHit, Yielding), r"graph break.*for number in chosen\.unique.*loop over all of them"),
     InPython: r"graph break.*rows\.tolist\(\).*\.tolist\(\)",
     Centred: "selected by a condition.*y.mean.*along the token axis",
     Numbered: "selected by a condition.*arange",

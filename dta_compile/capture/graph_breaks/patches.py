@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import (
     ConstantVariable,
@@ -36,6 +37,7 @@ def avoid() -> None:
         (TensorVariable, "method_tolist", _tracing_tolist),
         (TensorVariable, "method_item", _tracing_item),
         (InstructionTranslatorBase, "step", selected_branches.taking_branches),
+        (SideEffects, "mutation", selected_branches.noting_mutations),
         (OutputGraph, "compile_subgraph", selected_branches.refusing_open_branches),
     ):
         method = getattr(owner, name, None)

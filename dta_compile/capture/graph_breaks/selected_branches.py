@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import fx
 from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, TensorVariable
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.ctx_manager import ContextWrappingVariable
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
@@ -50,6 +51,7 @@ class _Branch:
         end: where the branch ends, and where the model goes on that skips it (see `_place`).
         last: the last node before the branch.
         stack, variables, effects: of the translator before the branch; iterators of loops are on the stack.
+        known: by id, all values of Python's that can be reached before the branch.
     """
 
     selection: Hashable
@@ -58,6 +60,7 @@ class _Branch:
     stack: list[Any]
     variables: dict[str, Any]
     effects: Any
+    known: dict[int, Any]
 
 
 def taking_branches(step: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -90,6 +93,20 @@ def refusing_open_branches(compile_subgraph: Callable[..., Any]) -> Callable[...
 
     compile_subgraph_outside.of_dta = True  # type: ignore[attr-defined]
     return compile_subgraph_outside
+
+
+def noting_mutations(mutation: Callable[..., None]) -> Callable[..., None]:
+    """Wrap what Dynamo calls where a list, a dictionary or the like changes, to note it for open branches."""
+
+    @functools.wraps(mutation)
+    def mutation_noted(self: Any, var: Any) -> None:
+        for branch in _open(self.output_graph_weakref()):
+            if id(var) in branch.known and not isinstance(var, hit_loops.HitIterator):
+                dynamo.trace_without_branches()
+        mutation(self, var)
+
+    mutation_noted.of_dta = True  # type: ignore[attr-defined]
+    return mutation_noted
 
 
 def _open(output: Any) -> list[_Branch]:
@@ -136,10 +153,17 @@ def _at_with(translator: Any, instruction: Any) -> None:
         translator.__dict__.setdefault("_dta_raising_again", set()).add(handler)
 
 
+def _at_yield(translator: Any, _: Any) -> None:
+    """Let no other function run within a branch of a generator."""
+    if translator.__dict__.get("_dta_branches"):
+        dynamo.trace_without_branches()
+
+
 STEPS: dict[str, Callable[[Any, Any], None]] = {
     **dict.fromkeys(JUMPS, _at_jump),
     "GET_ITER": _at_loop,
     "FOR_ITER": _at_turn,
+    "YIELD_VALUE": _at_yield,
     **dict.fromkeys(("BEFORE_WITH", "SETUP_WITH"), _at_with),
     "BINARY_SUBSCR": hit_loops.use_number,
 }
@@ -157,9 +181,22 @@ def _begin(translator: Any, selection: Hashable, end: Any, stack: list[Any]) -> 
             break
     variables = {name: _state(value) for name, value in translator.symbolic_locals.items()}
     last = next(reversed(nodes))
-    branch = _Branch(selection, _place(translator, end), last, stack, variables, _effects(translator.output))
+    known, place, effects = _reachable(translator), _place(translator, end), _effects(translator.output)
+    branch = _Branch(selection, place, last, stack, variables, effects, known)
     translator.__dict__.setdefault("_dta_branches", []).append(branch)  # the innermost last
     _open(translator.output).append(branch)
+
+
+def _reachable(translator: Any) -> dict[int, Any]:
+    """Return, by id, all values that frames hold, on their stacks or in variables, and what these consist of."""
+    roots, reached = [translator.output.side_effects.store_attr_mutations], dict[int, Any]()
+    roots.append(translator.output.side_effects.id_to_variable)
+    while translator is not None:
+        roots += [translator.symbolic_locals, translator.stack]
+        translator = translator.parent
+    for root in roots:
+        VariableTracker.visit(lambda _: None, root, reached)
+    return reached
 
 
 def _place(translator: Any, instruction: Any) -> Any:
@@ -187,14 +224,11 @@ def _state(value: Any) -> Any:
 
 
 def _effects(output: Any) -> Any:
-    """Return what Dynamo knows of changes to objects: attributes, cells, lists and dictionaries."""
-    effects = output.side_effects
-    stored = [
+    """Return what Dynamo knows of changes to attributes and cells; see `noting_mutations` for lists and the like."""
+    return [
         (id(owner), sorted((name, id(value)) for name, value in values.items()))
-        for owner, values in effects.store_attr_mutations.items()
+        for owner, values in output.side_effects.store_attr_mutations.items()
     ]
-    changed = [key for key, one in effects.id_to_variable.items() if getattr(one.mutation_type, "is_modified", False)]
-    return stored, changed
 
 
 def _does_nothing_over_no_rows(translator: Any, branch: _Branch) -> bool:

@@ -285,15 +285,15 @@ def _try_with(model_type: str, implementation: str, eager: str) -> Verdict:
         of_loss = _with_auxiliary_loss(compiled, model, exact, batch, loss)
     word = "exact" if records.of(compiled).plan else "captured"
     not_shown = [f"not shown: {what}" for what in idle(config)]
-    remark = ", ".join([implementation, *_features(model), *not_shown])
+    remark = ", ".join([implementation, *_features(model, config), *not_shown])
     return verdict(word, f"{out:.1e}", f"{max(error_of.values()):.1e}", of_loss, remark=remark)
 
 
-def _features(model: Any) -> list[str]:
+def _features(model: Any, config: Any) -> list[str]:
     """List the features of a model besides attention of one kind."""
     kinds = dict.fromkeys(vars(model.config).get("layer_types") or ())
     has_experts = model._can_set_experts_implementation()
-    changed = [f"{name}={own}" for name, own in AS_CAUSAL.items() if vars(model.config).get(name) == own]
+    changed = [f"{name}={own}" for name, own in AS_CAUSAL.items() if vars(config).get(name) == own]
     kinds = [str(kind) for kind in kinds if len(kinds) > 1 or kind != "full_attention"]
     return [*changed, *kinds, *["experts"] * has_experts]
 

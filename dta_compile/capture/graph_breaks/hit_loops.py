@@ -12,11 +12,11 @@ does nothing is proven at its end.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch._dynamo.variables import ConstantVariable, SliceVariable, TensorVariable, TupleVariable
-from torch._dynamo.variables.base import ValueMutationNew
+from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.lists import ListIteratorVariable
 
@@ -28,7 +28,7 @@ LISTS = (torch.nn.ModuleList, torch.nn.ParameterList, torch.nn.Sequential)
 class HitIterator(ListIteratorVariable):
     """An iterator over all numbers that may be listed; `selection_of` says what each selects."""
 
-    _nonvar_fields: ClassVar[set[str]] = {"selection_of", *ListIteratorVariable._nonvar_fields}
+    _nonvar_fields = {"selection_of", *ListIteratorVariable._nonvar_fields}  # noqa: RUF012
 
     def __init__(self, items: list[Any], selection_of: Callable[[int], Hashable], **arguments: Any) -> None:
         super().__init__(items, **arguments)
@@ -75,7 +75,7 @@ def known_number(value: Any) -> int | None:
     return number_of(value.as_proxy().node) if isinstance(value, TensorVariable) else None
 
 
-def _scalar(value: Any) -> ConstantVariable | None:
+def _scalar(value: Any) -> VariableTracker | None:
     """Return the integer that a tensor without dimensions is known to be: it indexes as the integer does."""
     number = known_number(value)
     is_scalar = number is not None and value.as_proxy().node.meta["example_value"].dim() == 0

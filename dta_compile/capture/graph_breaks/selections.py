@@ -126,9 +126,9 @@ def number_of(value: Any) -> int | None:
 
 def known(condition: fx.Node) -> bool | None:
     """Return what a comparison of known numbers says; None for other conditions."""
-    numbers = [number_of(arg) for arg in condition.args]
+    numbers = [number for arg in condition.args if (number := number_of(arg)) is not None]
     is_comparison = name_of(condition) in COMPARISONS and any(isinstance(arg, fx.Node) for arg in condition.args)
-    return COMPARISONS[name_of(condition)](*numbers) if is_comparison and None not in numbers else None
+    return COMPARISONS[name_of(condition)](*numbers) if is_comparison and len(numbers) == 2 else None
 
 
 def numbers_hit(node: fx.Node) -> tuple[Callable[[int], Hashable], int] | None:

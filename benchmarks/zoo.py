@@ -129,7 +129,7 @@ OWN: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
         "hc_lowrank": 8,
     },
-    "reformer": {"is_decoder": True, "attn_layers": ["local", "lsh"], "axial_pos_embds": False},
+    "reformer": {"attn_layers": ["local", "lsh"], "axial_pos_embds": False},
     "roc_bert": {"pronunciation_embed_dim": 16, "shape_embed_dim": 16, "shape_vocab_size": 32},
     "xglm": {"attention_heads": 4, "num_layers": 2},
     "xlm": {"emb_dim": 64, "causal": True},
@@ -138,6 +138,7 @@ OWN: dict[str, dict[str, Any]] = {
     "zamba2": {**_MIXED, "attention_hidden_size": 128, "attention_head_dim": 32, "mamba_headdim": 16},
     "zaya": {"num_experts_per_tok": 1},
 }
+AS_CAUSAL = {"is_decoder": True, "causal": True}  # settings of types that are encoders by default
 EXPERT_COUNTS, CHOSEN = (
     next(names for names in SIZES if name in names) for name in ("num_experts", "num_experts_per_tok")
 )
@@ -160,6 +161,8 @@ def toy_config(model_type: str) -> Any:
     for name, value in vars(default).items():
         if ("drop" in name or "pdrop" in name) and isinstance(value, float):
             values[name] = 0.0
+    if "is_decoder" in vars(default) and not getattr(default, "is_encoder_decoder", False):
+        values["is_decoder"] = True  # an encoder otherwise, which predicts no next tokens
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         values[name] = 0 if name == "pad_token_id" else None
     for name in WITHOUT_GROUPS:
@@ -283,15 +286,17 @@ def _try_with(model_type: str, implementation: str, eager: str) -> Verdict:
         of_loss = _with_auxiliary_loss(compiled, model, exact, batch, loss)
     word = "exact" if records.of(compiled).plan else "captured"
     not_shown = [f"not shown: {what}" for what in idle(config)]
-    remark = ", ".join([implementation, *_features(model), *not_shown])
+    remark = ", ".join([implementation, *_features(model, config), *not_shown])
     return verdict(word, f"{out:.1e}", f"{max(error_of.values()):.1e}", of_loss, remark=remark)
 
 
-def _features(model: Any) -> list[str]:
+def _features(model: Any, config: Any) -> list[str]:
     """List the features of a model besides attention of one kind."""
     kinds = dict.fromkeys(vars(model.config).get("layer_types") or ())
     has_experts = model._can_set_experts_implementation()
-    return [*(str(kind) for kind in kinds if len(kinds) > 1 or kind != "full_attention"), *["experts"] * has_experts]
+    changed = [f"{name}={own}" for name, own in AS_CAUSAL.items() if vars(config).get(name) == own]
+    kinds = [str(kind) for kind in kinds if len(kinds) > 1 or kind != "full_attention"]
+    return [*changed, *kinds, *["experts"] * has_experts]
 
 
 def _with_auxiliary_loss(compiled: Any, model: Any, exact: Any, batch: Any, loss: Any) -> str:
@@ -342,6 +347,7 @@ or one of each kind, 64 features) with random weights in float64, {what}.
 - **exact**: outputs and the gradients of all parameters of a batch with shared prefixes, against one sequence at a time
   in eager mode: largest error over largest entry. "With its loss": gradients with the model's own load-balancing loss
   over the padded batch. The remark says which attention ran, and whether the model has experts (on; eager mode loops).
+  Types that are encoders by default decode, as `is_decoder=True` has them.
   transformers computes norms and routers in float32, which rounds to about 1e-7.
 - **captured**: the model has nothing that the tree could share, and runs as it is (figures as above).
 - **refused**: a typed error says that it cannot be proven equivalent; the remark is the error's.

@@ -37,9 +37,10 @@ with needed_for("capturing a model's graph"):
         builder,
     )
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
-    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
+    from torch._dynamo.variables.ctx_manager import ContextWrappingVariable
     from torch._dynamo.variables.functions import WrapperUserFunctionVariable
-    from torch._dynamo.variables.lists import BaseListVariable
+    from torch._dynamo.variables.lists import BaseListVariable, ListIteratorVariable
     from torch._dynamo.variables.tensor import SymNodeVariable
     from torch._guards import CompileContext, Source
 

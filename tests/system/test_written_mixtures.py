@@ -230,6 +230,42 @@ class IfCounted(Mixture):
         return out
 
 
+class OnlyHit(Mixture):
+    """As code of transformers loops: over the experts that have tokens, which are rows of `nonzero`."""
+
+    def mix(self, x, weights, chosen):
+        out = torch.zeros_like(x)
+        with torch.no_grad():
+            mask = F.one_hot(chosen, num_classes=EXPERTS + 1).permute(2, 1, 0)
+            hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for number in hit:
+            expert = self.experts[number]
+            with torch.no_grad():
+                slot, rows = torch.where(mask[number].squeeze(0))
+            number = number[0]
+            if number == EXPERTS:
+                continue
+            y = expert(x[rows]) + F.silu(x[rows] @ self.w1[number].T) @ self.w2[number].T
+            out.index_add_(0, rows, y * weights[rows, slot, None])
+        return out
+
+
+class HitInLists(Mixture):
+    """Integers of a histogram for the first slot, of what is distinct for the others."""
+
+    def mix(self, x, weights, chosen):
+        out, first = torch.zeros_like(x), chosen[:, 0]
+        for number in torch.bincount(first, minlength=EXPERTS).nonzero(as_tuple=True)[0].tolist():
+            mask = first == number
+            out[mask] += self.experts[number](x[mask]) * weights[mask, 0, None]
+        others = chosen[:, 1:]
+        for number in others.unique():
+            mask = (others == number).any(-1)
+            y = self.experts[number.item()](x[mask])
+            out[mask] += y * (weights[:, 1:] * (others == number)).sum(-1)[mask, None]
+        return out
+
+
 WAYS = [Mixtral, DeepSeek, OneColumn, Masked, TokensOfSequences, Columns, Slots, Scattered, Dense, Checkpointed]
 WAYS += [Twice, Shared, Gathered, FlatPlaces, Repeated]
 
@@ -239,7 +275,7 @@ def test_written_as(mixture):
     assert_exact(Model(mixture, layers=2 if mixture in (DeepSeek, Repeated) else 1))
 
 
-@pytest.mark.parametrize("mixture", one_by_one([IfAny, IfRows, IfCounted], [IfAny]))
+@pytest.mark.parametrize("mixture", one_by_one([IfAny, IfRows, IfCounted, OnlyHit, HitInLists], [IfAny, OnlyHit]))
 def test_experts_that_are_skipped_without_tokens(mixture):
     model = Model(mixture)
     assert_exact(model)
@@ -339,6 +375,31 @@ class OfAView(Branching):
         return out, hits
 
 
+class Noting(Branching):
+    """Counts in a dictionary."""
+
+    def mix(self, x, weights, chosen):
+        self.noted = {}
+        return super().mix(x, weights, chosen) * len(self.noted)
+
+    def of_some(self, out, hits, x, mask, others, expert):
+        out[mask] += expert(x[mask])
+        self.noted[expert] = 1
+        return out, hits
+
+
+class Yielding(Mixture):
+    """What loops over the experts with tokens gives each to another function."""
+
+    def mix(self, x, weights, chosen):
+        return sum(part + 1 for part in self.parts(x, chosen))
+
+    def parts(self, x, chosen):
+        for number in chosen.unique():
+            rows, _ = torch.where(chosen == number)
+            yield torch.zeros_like(x).index_add(0, rows, self.experts[number](x[rows]))
+
+
 class Else(Mixture):
     def mix(self, x, weights, chosen):
         out = torch.zeros_like(x)
@@ -406,15 +467,15 @@ class InPython(Loop):
         return out
 
 
-class OnlyHit(Loop):
-    """As code of transformers loops: over the experts that have tokens."""
+class LastHit(Mixture):
+    """Loops over the experts that have tokens, and uses of the last one what it leaves behind."""
 
     def mix(self, x, weights, chosen):
         out = torch.zeros_like(x)
-        for number in F.one_hot(chosen, EXPERTS).sum((0, 1)).nonzero():
+        for number in chosen.unique():
             rows, slot = torch.where(chosen == number)
-            out = out.index_add(0, rows, self.experts[number](x[rows]) * weights[rows, slot, None])
-        return out
+            out[rows] += self.experts[number](x[rows]) * weights[rows, slot, None]
+        return out * x[rows].sum()
 
 
 class Centred(Loop):
@@ -475,9 +536,10 @@ REFUSED = {
     IfThereAre: r"graph break.*numel\(\) == 0.*drop the `if`",
     OfAMaskThatChanges: r"graph break.*if some",
     **dict.fromkeys(
-        (Scaling, OfOthers, ByNumbers, Hits, OfAView, Else, Breaking, OfAnEarlierMask), r"graph break.*if mask\.any"
+        (Scaling, OfOthers, ByNumbers, Hits, Noting, OfAView, Else, Breaking, OfAnEarlierMask),
+        r"graph break.*if mask\.any",
     ),
-    OnlyHit: r"graph break.*for number in F\.one_hot.*loop over all of them",
+    **dict.fromkeys((LastHit, Yielding), r"graph break.*for number in chosen\.unique.*loop over all of them"),
     InPython: r"graph break.*rows\.tolist\(\).*\.tolist\(\)",
     Centred: "selected by a condition.*y.mean.*along the token axis",
     Numbered: "selected by a condition.*arange",

@@ -1,5 +1,5 @@
-"""Avoid unnecessary graph breaks of Dynamo: a symbolic `is_causal`, `requires_grad_()` of a result, `tolist()`, and
-branches that are skipped where no rows are selected.
+"""Avoid unnecessary graph breaks of Dynamo: a symbolic `is_causal`, `requires_grad_()` of a result, `tolist()`,
+`assert x.item() < n`, and branches that are skipped where no rows are selected.
 
 `backend.py` patches Dynamo once, on import; only traces for this backend are affected.
 """
@@ -12,18 +12,22 @@ from typing import Any
 import torch
 
 from dta_compile.capture import dynamo
-from dta_compile.capture.graph_breaks import selected_branches
+from dta_compile.capture.graph_breaks import hit_loops, selected_branches
 from dta_compile.torch_compat import frames, wrap_once
 from dta_compile.torch_compat.autograd import get_inplace_requires_grad_allowed, set_inplace_requires_grad_allowed
 from dta_compile.torch_compat.dynamo import (
     ConstantVariable,
     InstructionTranslatorBase,
     OutputGraph,
+    SideEffects,
     SliceVariable,
     SymNodeVariable,
     TensorVariable,
     TorchInGraphFunctionVariable,
 )
+
+# Instructions that compare a number with another.
+COMPARING = {"LOAD_FAST", "LOAD_CONST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_ATTR", "COMPARE_OP", "TO_BOOL", "CACHE"}
 
 
 def avoid() -> None:
@@ -32,7 +36,9 @@ def avoid() -> None:
         (TorchInGraphFunctionVariable, "call_function", _specialising_bools),
         (TensorVariable, "method_requires_grad_", _tracing_requires_grad),
         (TensorVariable, "method_tolist", _tracing_tolist),
+        (TensorVariable, "method_item", _tracing_item),
         (InstructionTranslatorBase, "step", selected_branches.taking_branches),
+        (SideEffects, "mutation", selected_branches.noting_mutations),
         (OutputGraph, "compile_subgraph", selected_branches.refusing_open_branches),
     ):
         wrap_once(owner, name, patched)
@@ -88,6 +94,10 @@ def _tracing_tolist(method: Callable[..., Any]) -> Callable[..., Any]:
         if not dynamo.traces_selections(tx.output):
             return method(self, tx)
         node, mode = self.as_proxy().node, tx.output.fake_mode
+        is_loop = self.ndim == 1 and tx.instructions[tx.instruction_pointer].opname == "GET_ITER"
+        iterates = is_loop and dynamo.takes_branches(tx.output)
+        if iterates and (iterator := hit_loops.iterator(tx, self, as_integers=True)) is not None:
+            return iterator
         least = node.kwargs.get("minlength") if getattr(node.target, "__name__", node.target) == "bincount" else None
         if type(least) is int:
             first = SliceVariable([ConstantVariable.create(i) for i in (None, least, None)], tx)
@@ -99,3 +109,29 @@ def _tracing_tolist(method: Callable[..., Any]) -> Callable[..., Any]:
             mode.allow_scalar_outputs = before
 
     return method_tolist
+
+
+def _tracing_item(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace `item()` of a number that is known, and in `assert x.max().item() < n`, which asks about a tensor as well.
+
+    Dynamo keeps an assertion about a tensor in the graph, to be checked at every call.
+    """
+
+    def method_item(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if not dynamo.traces_selections(tx.output):
+            return method(self, tx, *args, **kwargs)
+        if (number := hit_loops.known_number(self)) is not None:
+            return ConstantVariable.create(number)
+        is_integer = self.ndim == 0 and self.dtype in (torch.int64, torch.int32)
+        return self if is_integer and _is_asserted(tx) else method(self, tx, *args, **kwargs)
+
+    return method_item
+
+
+def _is_asserted(translator: Any) -> bool:
+    """Return whether a number on the stack is compared next, and the result asserted."""
+    following = translator.instructions[translator.instruction_pointer :]
+    names = [one.opname for one in following[:12]]
+    while names and names[0] in COMPARING:
+        names.pop(0)
+    return len(names) > 1 and names[0].startswith("POP_JUMP") and names[1] == "LOAD_ASSERTION_ERROR"

@@ -91,9 +91,14 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
 
 
 def _spell_out_likes(graph: fx.Graph, scores: Collection[fx.Node]) -> None:
-    """Replace `zeros_like(scores)` and the like by `full`: masks made of them depend on no scores."""
+    """Replace `zeros_like(scores)` and the like by `full`: masks made of them depend on no scores.
+
+    Integers like features, `zeros_like(hidden, dtype=torch.int)[..., 0]`, tell kinds of tokens apart in masks, too.
+    """
     builder = SizeNodes(graph)
-    for node in [node for node in graph.nodes if node.target in LIKES and node.args[0] in scores]:
+    for node in [node for node in graph.nodes if node.target in LIKES]:
+        if node.args[0] not in scores and (is_float(node) or not is_float(node.args[0])):
+            continue
         with graph.inserting_before(node):
             shape = [builder.build(size) for size in sizes(node)]
             if None not in shape:

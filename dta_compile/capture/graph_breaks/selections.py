@@ -1,0 +1,325 @@
+"""Name the entries that a node of Dynamo's graph selects, the same for nodes that select the same entries."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile.passes.program import name_of
+from dta_compile.torch_compat.operators import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.iand, operator.ior, operator.ixor}
+# What has entries exactly where its first argument has some.
+AS_MANY = {"squeeze", "unsqueeze", "flatten", "view", "reshape", "long", "to", "contiguous", "unbind", "clone", "cpu"}
+SHAPES = {"squeeze", "unsqueeze", "flatten", "view", "reshape", "contiguous", "clone"}  # that change no entry
+COMPARISONS: dict[str, Callable[[int, int], bool]] = {
+    name: getattr(operator, name) for name in ("gt", "ge", "eq", "ne", "lt", "le")
+}
+COMPARISONS |= {
+    long: COMPARISONS[name]
+    for name, long in (("gt", "greater"), ("ge", "greater_equal"), ("ne", "not_equal"), ("lt", "less"))
+}
+NUMBER = "dta_number"  # in the meta of a node, a tensor of one entry: the integer that it is
+WHOLE, INTEGERS = slice(None), (torch.int64, torch.int32)
+
+
+def emptiness(node: fx.Node) -> tuple[Hashable, bool] | None:
+    """Return the selection that a condition asks about, and whether the condition is true if it is not empty."""
+    name = name_of(node)
+    if name == "any" and len(node.args) == 1 and not node.kwargs:
+        return _found(mask_of(node.args[0]), True)
+    if name in COMPARISONS and len(node.args) == 2 and isinstance(node.args[0], fx.Node):
+        bound = node.args[1]
+        if type(bound) is not int:
+            return None
+        none, one, many = (COMPARISONS[name](count, bound) for count in (0, 1, 1 << 40))
+        return _found(counted(node.args[0]), one) if none != one == many else None
+    return _found(counted(node), True)
+
+
+def _found(selection: Hashable, is_true: bool) -> tuple[Hashable, bool] | None:
+    return None if selection is None else (selection, is_true)
+
+
+def counted(node: Any) -> Hashable:
+    """Return the selection that a number counts the entries of, or a multiple; None for other numbers."""
+    name, source = name_of(node), node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if name == "sum" and len(node.args) == 1 and not node.kwargs and is_bool(source):
+        return mask_of(source)
+    if name == "count_nonzero" and len(node.args) == 1 and is_bool(source):
+        return mask_of(source)
+    if name == "numel" or (name in ("size", "sym_size") and node.args[1:] == (0,)):
+        return selection_of(source)
+    if name in ("item", "int", "to", "cpu"):
+        return counted(source)
+    if name == "getitem" and type(node.args[1]) is int:
+        if name_of(source) in ("size", "shape") and node.args[1] == 0:
+            return selection_of(source.args[0])
+        while name_of(source) in ("cpu", "to") or (name_of(source) == "getitem" and isinstance(source.args[1], slice)):
+            if name_of(source) == "getitem" and source.args[1].start not in (0, None):
+                return None
+            source = source.args[0]
+        is_count = name_of(source) == "bincount" and source.kwargs.get("weights") is None and len(source.args) == 1
+        if is_count and not is_written(source.args[0]):
+            return "eq", entries(source.args[0]), node.args[1]
+    return None
+
+
+def selection_of(node: fx.Node) -> Hashable:
+    """Return the selection without which an index has no entries; None if there is none."""
+    name, source = name_of(node), node.args[0] if node.args else None
+    if is_bool(node):
+        return mask_of(node)
+    if not isinstance(source, fx.Node):
+        return None
+    if name in ("where", "nonzero", "argwhere") and len(node.args) == 1:
+        return mask_of(source)
+    if name == "getitem":
+        index = node.args[1]
+        parts = [part for part in (index if isinstance(index, tuple) else (index,)) if isinstance(part, fx.Node)]
+        chosen = next((one for one in map(selection_of, parts) if one is not None), None)
+        return selection_of(source) if chosen is None and not parts else chosen
+    return selection_of(source) if name in AS_MANY and not is_bool(source) else None  # a mask as numbers picks no rows
+
+
+def mask_of(node: fx.Node) -> Hashable:
+    """Return a name for the entries where a mask is true, the same for masks that are empty if this one is.
+
+    The entries of `chosen == 3` are those that `bincount(chosen.flatten())[3]` counts, and `one_hot(chosen, E)[..., 3]`
+    has. None if anything writes to the mask, or to what it is computed from: then it may be another one later.
+    """
+    if is_written(node):
+        return None
+    source = node.args[0] if node.args else None
+    if isinstance(source, fx.Node) and (_is_reshaped(node) or (name_of(node) == "any" and is_bool(source))):
+        return mask_of(source)
+    if isinstance(source, fx.Node) and (chosen := _chosen(node)) is not None:
+        return _row(source, *chosen)
+    if not is_bool(node) or node.op not in ("call_function", "call_method") or node.kwargs:
+        return node
+    values = [arg for arg in node.args if isinstance(arg, fx.Node)]
+    if any(is_written(value) for value in values):
+        return None
+    if name_of(node) == "eq" and len(node.args) == 2 and (number := number_of(node.args[1])) is not None:
+        return "eq", entries(values[0]), number
+    parts = [mask_of(arg) if isinstance(arg, fx.Node) else repr(arg) for arg in node.args]
+    return None if None in parts else (name_of(node), *parts)
+
+
+def number_of(value: Any) -> int | None:
+    """Return an integer, also of a tensor that holds one by `NUMBER`; None for other values."""
+    if not isinstance(value, fx.Node):
+        return value if type(value) is int else None
+    if NUMBER in value.meta:
+        return None if is_written(value) else value.meta[NUMBER]
+    kept, source = value.meta.get("example_value"), value.args[0] if value.args else None
+    if not isinstance(kept, torch.Tensor) or kept.dtype not in INTEGERS or not _is_one(kept.shape):
+        return None
+    return number_of(source) if name_of(value) in {"getitem", "detach", *AS_MANY} else None
+
+
+def known(condition: fx.Node) -> bool | None:
+    """Return what a comparison of known numbers says; None for other conditions."""
+    numbers = [number for arg in condition.args if (number := number_of(arg)) is not None]
+    is_comparison = name_of(condition) in COMPARISONS and any(isinstance(arg, fx.Node) for arg in condition.args)
+    return COMPARISONS[name_of(condition)](*numbers) if is_comparison and len(numbers) == 2 else None
+
+
+def numbers_hit(node: fx.Node) -> tuple[Callable[[int], Hashable], int] | None:
+    """Return what a list of numbers says is not empty, and a bound of the numbers; None for other values.
+
+    Such a list has the numbers of the experts that any token has chosen, in ascending order, as from
+    `one_hot(chosen, E).sum((0, 1)).nonzero()` or `chosen.unique()`. The function returns the selection of a number,
+    which is empty if the number is not listed.
+    """
+    if is_written(node) or not _is_one(_shape(node)[1:]):
+        return None
+    while name_of(node) in AS_MANY - {"unbind"} or (name_of(node) == "getitem" and node.args[1] in (0, (WHOLE, 0))):
+        node = node.args[0]
+    name, source = name_of(node), node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or not {*node.kwargs} <= {"as_tuple", "sorted"}:
+        return None
+    if name == "unique":
+        bound, is_usual = _bound(source), len(node.args) == 1 and node.kwargs.get("sorted") is not False
+        return (functools.partial(_equal, source), bound) if bound and is_usual and "dim" not in node.kwargs else None
+    if name not in ("where", "nonzero", "argwhere") or len(_shape(source)) != 1 or is_written(source):
+        return None
+    if name_of(source) in COMPARISONS and type(bound := source.args[1]) is int:
+        none, one, many = (COMPARISONS[name_of(source)](count, bound) for count in (0, 1, 1 << 40))
+        if none or not one or not many:
+            return None
+        source = source.args[0]
+    return _counts(source)
+
+
+def _counts(node: Any) -> tuple[Callable[[int], Hashable], int] | None:
+    """Return which selection each entry of a vector counts, or whether it is not empty, and a bound of the entries."""
+    name, source = name_of(node), node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or is_written(node):
+        return None
+    if name == "bincount":
+        bound = _bound(source)
+        return (functools.partial(_equal, source), bound) if bound and not {"weights"} & set(node.kwargs) else None
+    dims = node.kwargs.get("dim", node.args[1] if len(node.args) == 2 else None)
+    rank, dims = len(_shape(source)), (dims,) if type(dims) is int else dims
+    if name not in ("sum", "any", "count_nonzero") or not dims or len(node.args) > 2 or set(node.kwargs) > {"dim"}:
+        return None
+    kept = set(range(rank)) - {dim % rank for dim in dims}
+    one_hot = _one_hot(source)
+    if len(kept) != 1 or not (is_bool(source) or one_hot):
+        return None
+    (axis,), size = kept, _shape(source)[min(kept)]
+    bound = _bound(one_hot[0]) if one_hot and one_hot[1] == axis else None
+    if type(size) is not int:
+        return None
+    return lambda number: _row(source, axis, number), size if bound is None else min(size, bound)
+
+
+def _equal(chosen: fx.Node, number: int) -> Hashable:
+    """Return the name of the entries with a number, as `chosen == number` selects."""
+    return None if is_written(chosen) else ("eq", entries(chosen), number)
+
+
+def _row(mask: fx.Node, axis: int, number: int) -> Hashable:
+    """Return the name of the entries of one row of a mask, or of numbers of which those that are not zero count."""
+    one_hot = _one_hot(mask)
+    if one_hot is not None and one_hot[1] == axis:
+        return _equal(one_hot[0], number)
+    name = mask_of(mask)
+    return None if name is None else ("row", name, axis, number)
+
+
+def _chosen(node: fx.Node) -> tuple[int, int] | None:
+    """Return the axis and the number by which a node picks one row of its argument."""
+    name, rank = name_of(node), len(_shape(node.args[0]))
+    if name in ("select", "narrow") and not node.kwargs and (number := number_of(node.args[2])) is not None:
+        return (node.args[1] % rank, number) if name == "select" or node.args[3] == 1 else None
+    if name != "getitem" or not rank:
+        return None
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    numbers = [(axis, number) for axis, part in enumerate(index) if (number := number_of(part)) is not None]
+    if len(numbers) != 1 or any(part not in (WHOLE, ...) for axis, part in enumerate(index) if axis != numbers[0][0]):
+        return None
+    ((axis, number),) = numbers
+    axis += rank - len(index) if Ellipsis in index[:axis] else 0
+    return (axis, number) if number >= 0 else None
+
+
+def _one_hot(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """Return the numbers that `one_hot` was called with, and the axis of its result that counts up to them."""
+    name, source = name_of(node), node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or is_written(node):
+        return None
+    rank = len(_shape(node))
+    if name == "one_hot":
+        return source, rank - 1
+    if name not in ("permute", "transpose", "bool", "int", "long", "contiguous", "detach", "clone") or node.kwargs:
+        return None
+    found = _one_hot(source)
+    if found is None or name not in ("permute", "transpose"):
+        return found
+    dims = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
+    if name == "transpose":
+        a, b = (dim % rank for dim in dims)
+        dims = [{a: b, b: a}.get(dim, dim) for dim in range(rank)]
+    return found[0], [dim % rank for dim in dims].index(found[1])
+
+
+def _bound(node: fx.Node) -> int | None:
+    """Return a number that all entries are below, and not negative: they are places along an axis of that size."""
+    while name_of(node) in {*AS_MANY, "getitem", "detach"} and isinstance(node.args[0], fx.Node):
+        source = node.args[0]
+        if name_of(node) == "getitem" and name_of(source) in ("topk", "sort", "max", "min"):
+            if node.args[1] != 1:
+                return None
+            node = source
+            break
+        node = source
+    place = {"topk": 2, "sort": 1, "max": 1, "min": 1, "argsort": 1, "argmax": 1}.get(name_of(node))
+    if place is None:
+        return None
+    dim = node.kwargs.get("dim", node.args[place] if len(node.args) > place else -1)
+    size = _shape(node.args[0])[dim] if type(dim) is int else None
+    return size if type(size) is int else None
+
+
+def _shape(node: fx.Node) -> torch.Size | tuple[()]:
+    value = node.meta.get("example_value")
+    return value.shape if isinstance(value, torch.Tensor) else ()
+
+
+def _is_one(shape: Iterable[Any]) -> bool:
+    """Return whether a shape is known to have one entry."""
+    return all(type(size) is int and size == 1 for size in shape)
+
+
+def is_written(node: fx.Node) -> bool:
+    """Return whether anything writes to the memory of a value."""
+    memory = memory_of(node)
+    while (base := next((one for one in node.all_input_nodes if memory_of(one) & memory), None)) is not None:
+        node = base
+    pending, seen = [node], set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            if any(written is None or written is node for user in node.users for written in written_by(user)):
+                return True
+            pending += [user for user in node.users if memory_of(user) & memory]
+    return False
+
+
+def entries(node: fx.Node) -> fx.Node:
+    """Return a value with the same entries in another shape, as far back as it goes."""
+    while _is_reshaped(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _is_reshaped(node: fx.Node) -> bool:
+    return name_of(node) in SHAPES or (name_of(node) == "getitem" and node.args[1] == WHOLE)
+
+
+def is_bool(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and value.dtype == torch.bool
+
+
+def written_by(node: fx.Node) -> Iterator[fx.Node | None]:
+    """Yield the values that a node writes to; None if it may be any."""
+    name = name_of(node)
+    if node.op == "call_module" or isinstance(node.target, HigherOrderOperator) or "out" in node.kwargs:
+        yield None
+    elif node.op in ("call_method", "call_function"):
+        is_method = name.endswith("_") and not name.endswith("__")
+        if is_method or node.target in (operator.setitem, *IN_PLACE) or _is_in_place(node):
+            yield node.args[0] if isinstance(node.args[0], fx.Node) else None
+        overloads = [node.target]
+        if isinstance(node.target, OpOverloadPacket):
+            overloads = [getattr(node.target, overload) for overload in node.target.overloads()]
+        schemas = [one._schema for one in overloads if isinstance(one, OpOverload)]
+        if name in ("batch_norm", "instance_norm") or any(schema.is_mutable for schema in schemas):
+            yield None
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    """Return whether a function is called with `inplace`, by name or by its place."""
+    if "inplace" in node.kwargs or not isinstance(node.target, types.FunctionType):
+        return bool(node.kwargs.get("inplace"))
+    names = list(inspect.signature(node.target).parameters)
+    return "inplace" in names and node.args[names.index("inplace") :][:1] not in ((), (False,))
+
+
+def memory_of(node: fx.Node) -> set[int]:
+    value = node.meta.get("example_value")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return {one.untyped_storage()._cdata for one in values if isinstance(one, torch.Tensor)}

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import dta_compile
 from dta_compile.errors import RefusalError
+from tests.support.inside import inside
 from tests.support.tiny import VOCABULARY, WIDTH, BareLM, after, assert_same, log_probs, shared_ids, weighted
 
 OPTIONS = {"chunk_size": 3, "codegen": "eager"}
@@ -233,3 +234,16 @@ def test_values_that_are_put_together_in_another_way_are_refused(model, moved):
     function = compiled_function(lambda ids: run_from_embeddings(model, moved(model.embedding(ids))))
     with pytest.raises(RefusalError):
         function(shared_ids(4, 9))
+
+
+def test_assertions_about_what_a_tensor_holds(model):
+    names = {}
+    exec("def checked(ids):\n assert ids.max().item() < 30\n return ids", names)  # pytest rewrites those of a file
+
+    def run(ids):
+        return (log_probs(model(names["checked"](ids)), ids),)
+
+    ids = shared_ids() % 30
+    compiled = compiled_function(run)
+    assert_equals_eager(run, compiled, model, ids)
+    assert inside(compiled).only

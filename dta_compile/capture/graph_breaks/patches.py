@@ -114,7 +114,8 @@ def _tracing_tolist(method: Callable[..., Any]) -> Callable[..., Any]:
 def _tracing_item(method: Callable[..., Any]) -> Callable[..., Any]:
     """Trace `item()` of a number that is known, and in `assert x.max().item() < n`, which asks about a tensor as well.
 
-    Dynamo keeps an assertion about a tensor in the graph, to be checked at every call.
+    Dynamo keeps an assertion about a tensor in the captured graph. The self-check runs it; the tree does not, since
+    no output depends on it.
     """
 
     def method_item(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:

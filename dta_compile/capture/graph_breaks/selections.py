@@ -69,8 +69,8 @@ def counted(node: Any) -> Hashable:
                 return None
             source = source.args[0]
         is_count = name_of(source) == "bincount" and source.kwargs.get("weights") is None and len(source.args) == 1
-        if is_count and not is_written(source.args[0]):
-            return "eq", entries(source.args[0]), node.args[1]
+        if is_count:
+            return _equal(source.args[0], node.args[1])
     return None
 
 
@@ -110,7 +110,7 @@ def mask_of(node: fx.Node) -> Hashable:
     if any(is_written(value) for value in values):
         return None
     if name_of(node) == "eq" and len(node.args) == 2 and (number := number_of(node.args[1])) is not None:
-        return "eq", entries(values[0]), number
+        return _equal(values[0], number)
     parts = [mask_of(arg) if isinstance(arg, fx.Node) else repr(arg) for arg in node.args]
     return None if None in parts else (name_of(node), *parts)
 
@@ -186,7 +186,8 @@ def _counts(node: Any) -> tuple[Callable[[int], Hashable], int] | None:
 
 def _equal(chosen: fx.Node, number: int) -> Hashable:
     """Return the name of the entries with a number, as `chosen == number` selects."""
-    return None if is_written(chosen) else ("eq", entries(chosen), number)
+    source = entries(chosen)
+    return None if is_written(chosen) or is_written(source) else ("eq", source, number)
 
 
 def _row(mask: fx.Node, axis: int, number: int) -> Hashable:

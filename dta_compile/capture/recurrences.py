@@ -29,6 +29,7 @@ from torch import fx
 
 from dta_compile import registration
 from dta_compile.capture.flash_attention import copy_of
+from dta_compile.capture.flex_attention import eliminate_dead_code
 from dta_compile.errors import RefusalError
 from dta_compile.integrations.keywords import refuse_unknown
 from dta_compile.integrations.tracing import traces_for_this_backend
@@ -385,7 +386,7 @@ def with_our_convolutions(module: fx.GraphModule) -> fx.GraphModule:
         for node in list(graph.nodes):
             if (args := _convolved(node)) is not None:
                 _replace(node, args)
-        graph.eliminate_dead_code()
+        eliminate_dead_code(graph)  # torch's own drops writes in place, whose results nobody reads
 
     return rewritten(module, _convolved, rewrite)
 

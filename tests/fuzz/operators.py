@@ -156,10 +156,6 @@ SHIFTS = [
     Part("x = x + F.pad(x, (0, 0, 1, 0))[:, :-1]"),
     Part("x = torch.cat([x[:, :1], x[:, 1:] + self.gain$ * x[:, :-1]], 1)", _GAIN),
     Part("before = torch.roll(x, 1, 1)\nbefore[:, 0] = 0\nx = x + self.gain$ * before", _GAIN),
-    Part(
-        "padded = F.pad(x.mT, (4, 0))[..., -(4 + S) :]\nx = x + F.conv1d(padded, self.taps$, groups=D, dilation=2).mT",
-        "self.taps$ = nn.Parameter(torch.randn(D, 1, 3) / 4)",
-    ),
     Part("before = F.pad(x, (0, 0, 1, -1))\nx = x + (before - x) * self.gain$.sigmoid()", _GAIN),
     Part("before = torch.zeros_like(x)\nbefore[:, 1:] = x[:, :-1]\nx = x + before.tanh()"),
     Part("for _ in range(S):\n    x = x * 0.95"),

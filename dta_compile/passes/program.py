@@ -81,6 +81,7 @@ class Program(HasMixers):
     module: fx.GraphModule = None
     placeholders: Sequence[fx.Node] = ()
     draws: Sequence[fx.Node] = ()  # random operators, in graph order
+    asserted: Sequence[fx.Node] = ()  # assertions of the model about inputs alone
     written: Sequence[int] = ()  # inputs that are written to; their final values are the last outputs
     # token_axis
     batch: sympy.Expr | None = None

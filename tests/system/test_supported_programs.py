@@ -238,7 +238,9 @@ def test_values_that_are_put_together_in_another_way_are_refused(model, moved):
 
 def test_assertions_about_what_a_tensor_holds(model):
     names = {}
-    exec("def checked(ids):\n assert ids.max().item() < 30\n return ids", names)  # pytest rewrites those of a file
+    exec(
+        "def checked(ids):\n assert ids.max().item() < 30 * ids.shape[0], 'too large'\n return ids", names
+    )  # pytest rewrites those of a file
 
     def run(ids):
         return (log_probs(model(names["checked"](ids)), ids),)
@@ -247,3 +249,5 @@ def test_assertions_about_what_a_tensor_holds(model):
     compiled = compiled_function(run)
     assert_equals_eager(run, compiled, model, ids)
     assert inside(compiled).only
+    with pytest.raises(RuntimeError, match="too large"):
+        compiled(ids + 30 * len(ids))

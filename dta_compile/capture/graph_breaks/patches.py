@@ -27,7 +27,10 @@ from dta_compile.torch_compat.dynamo import (
 )
 
 # Instructions that compare a number with another.
-COMPARING = {"LOAD_FAST", "LOAD_CONST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_ATTR", "COMPARE_OP", "TO_BOOL", "CACHE"}
+COMPARING = {
+    *("LOAD_FAST", "LOAD_CONST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_ATTR", "COMPARE_OP", "TO_BOOL", "CACHE"),
+    *("BINARY_SUBSCR", "BINARY_OP"),
+}
 
 
 def avoid() -> None:

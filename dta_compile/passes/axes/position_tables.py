@@ -53,7 +53,8 @@ def index_position_tables(program: Program) -> None:
         node.replace_all_uses_with(rows)
         program.graph.erase_node(node)
     if picked:
-        program.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in program.draws)
+        kept = {*program.draws, *program.asserted}
+        program.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in kept)
 
 
 def _rows_of_embedding(node: fx.Node, tables: set[fx.Node]) -> _Picked | None:

@@ -21,7 +21,7 @@ from dta_compile.passes.program import Mixed, Program, ancestors, has_tensor
 
 @contract(
     reads=[
-        *("training", "module", "placeholders", "draws", "written"),
+        *("training", "module", "placeholders", "draws", "asserted", "written"),
         *("batch", "tokens", "values", "parameter_dependent"),
         *("mixers", "region", "frontier", "trunk_inputs", "head_inputs", "constant_inputs", "trunk_keys", "head_keys"),
     ],
@@ -41,7 +41,7 @@ def dense_graphs(program: Program) -> None:
         node for node in program.graph.nodes if node in needed and is_dense(node) and node.op != "placeholder"
     ]
     program.prologue_nodes = prologue_nodes(program)
-    program.prologue = graph_of(program, [], program.prologue_nodes, draws.prologue)
+    program.prologue = graph_of(program, [], program.prologue_nodes, [*draws.prologue, *program.asserted])
     received = [*(value.node for value in program.frontier), *program.epilogue_dense_inputs]
     program.epilogue = graph_of(program, received, program.outputs, draws.epilogue)
     if program.training:
@@ -75,7 +75,8 @@ def _read_by_chunks(program: Program) -> list[fx.Node]:
 def graph_of(
     program: Program, received: list[fx.Node], outputs: Iterable[Any], draws: Sequence[fx.Node] = ()
 ) -> fx.GraphModule:
-    """Build a graph from the call's inputs and `received` values to `outputs`; random operators `draws` run in it."""
+    """Build a graph from the call's inputs and `received` values to `outputs`, in which `draws` run: random operators
+    and assertions."""
     outputs, part = list(outputs), Subgraph()
     part.add_inputs(program.placeholders)
     part.add_inputs(received, "received_")

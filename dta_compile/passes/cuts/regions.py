@@ -28,13 +28,13 @@ aten = torch.ops.aten
 
 
 @contract(
-    reads=["training", "batch", "tokens", "mixers", "mixer_nodes", "draws", "other_batches"],
+    reads=["training", "batch", "tokens", "mixers", "mixer_nodes", "draws", "asserted", "other_batches"],
     fills=["region", "frontier", "dense_layer"],
     rewrites=["module", "values", "parameter_dependent"],
 )
 def regions(program: Program) -> None:
     """Fill `program.region`, `.frontier` and `.dense_layer`."""
-    kept = {*leaves_of_masks(program), *program.draws}
+    kept = {*leaves_of_masks(program), *program.draws, *program.asserted}
     program.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in kept)
     live = [node for node in program.graph.nodes if node in program.parameter_dependent and node.op != "placeholder"]
     before_last_mixer = ancestors(list(program.mixer_nodes)) & set(live)

@@ -64,12 +64,15 @@ from dta_compile.torch_compat.tracing import make_fx
 
 aten = torch.ops.aten
 TRAINED = InputKind.PARAMETER, InputKind.DIFFERENTIABLE_DATA
+ASSERTIONS = (aten._assert_async.default, aten._assert_async.msg)
 GRADIENT_MODES = (autograd.set_grad_enabled, autograd.enter_inference_mode, autograd.exit_inference_mode)
 
 
-@contract(reads=["captured", "training", "length"], fills=["inputs", "module", "placeholders", "draws", "written"])
+@contract(
+    reads=["captured", "training", "length"], fills=["inputs", "module", "placeholders", "draws", "asserted", "written"]
+)
 def lower(program: Program) -> None:
-    """Lower `program.captured`: fill `.inputs`, `.module`, `.placeholders`, `.draws` and `.written`."""
+    """Lower `program.captured`: fill `.inputs`, `.module`, `.placeholders`, `.draws`, `.asserted` and `.written`."""
     captured = program.captured
     placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
     _refuse_assigned_data(captured)
@@ -111,6 +114,8 @@ def lower(program: Program) -> None:
     program.module, program.written = module, written
     program.placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     program.draws = drawing(module.graph)
+    asserted = [node for node in module.graph.nodes if node.target in ASSERTIONS]
+    program.asserted = [node for node in asserted if weights.isdisjoint(ancestors([node]))]
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
         node.meta["source"] = _readable(spec.name)
 

@@ -43,7 +43,7 @@ LEARNED_PROMPT = "as for a learned prompt among the tokens"  # in the reason of 
 
 
 @contract(
-    reads=["inputs", "placeholders", "draws"],
+    reads=["inputs", "placeholders", "draws", "asserted"],
     fills=["batch", "tokens", "values", "input_layouts", "parameter_dependent", "roots", "other_batches"],
     rewrites=["module"],
 )

@@ -16,6 +16,12 @@ PRODUCTS = {  # of `[B, S, H, D]`
     "einsum of heads": lambda x, weight, bias: torch.einsum("bsnd,nm->bsmd", x, weight) + bias,
     "of a number": lambda x, weight, bias: x * (bias.sum().reshape(1, 1) @ weight[:1]).view(WIDTH),
     "groups": lambda x, weight, bias: (x.unflatten(2, (2, 2)).transpose(1, 2) @ weight).transpose(1, 2).flatten(2, 3),
+    "weights of heads": lambda x, weight, bias: (weight.repeat(HEADS, 1, 1)[:, None] @ x.permute(2, 0, 3, 1)).permute(
+        1, 3, 0, 2
+    ),
+    "weights of sequences": lambda x, weight, bias: (
+        torch.bmm(x.flatten(1, 2), weight.expand(len(x), -1, -1)).view(x.shape) + bias
+    ),
 }
 
 
@@ -36,7 +42,7 @@ class PerHead(TinyLM):
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("heads first", "einsum of heads", "groups") else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("heads first", "groups", "weights of heads") else pytest.param(name, marks=pytest.mark.slow)
         for name in PRODUCTS
     ],
 )

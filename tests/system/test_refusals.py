@@ -119,7 +119,7 @@ def prefix_lm(block, x, q, k, v):
 
 
 def convolution(block, x, q, k, v):
-    return block.conv(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+    return block.conv(x.transpose(1, 2))[..., 1 : x.shape[1] + 1].transpose(1, 2)
 
 
 def cumulative_sum(block, x, q, k, v):

@@ -46,7 +46,7 @@ def replace_same_entries(graph: fx.Graph, trained: Iterable[fx.Node]) -> None:
         _drop_empty_parts(node)
         if (origin := _origin(node)) is not None:  # outputs stay values of their own
             node.replace_all_uses_with(origin, delete_user_cb=lambda user: user.op != "output")
-        elif (same := _kept(node, with_gradient)) is not None:
+        elif (same := _only_part(node) or _kept(node, with_gradient)) is not None:
             node.replace_all_uses_with(same)
     graph.eliminate_dead_code(fx.Node.is_impure)
 
@@ -59,7 +59,7 @@ def _origin(node: fx.Node) -> fx.Node | None:
         return _indexed_in_order(node)
     if node.target is aten.constant_pad_nd.default and not any(node.args[1]):
         return node.args[0]
-    if node.target is aten.cat.default and len(node.args[0]) == 1:
+    if node.target is aten.cat.default and len(node.args[0]) == 1 and _only_part(node) is None:
         return node.args[0][0]
     return _joined_again(node) if node.target is aten.cat.default else None
 
@@ -108,6 +108,12 @@ def _position(bound: Any, size: sympy.Expr) -> sympy.Expr:
     if position == sys.maxsize:
         return size
     return size + position if position.is_negative else position
+
+
+def _only_part(node: fx.Node) -> fx.Node | None:
+    """Return the only part of `cat`: a KV cache that starts empty, and is returned, appends its first keys so."""
+    parts = node.args[0] if node.target is aten.cat.default else []
+    return parts[0] if len(parts) == 1 and _are_alike(parts[0], node) else None
 
 
 def _drop_empty_parts(node: fx.Node) -> None:

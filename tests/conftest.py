@@ -3,6 +3,7 @@ of their own for calibrations, programs analysed anew by every test but those of
 as fast as it is for models of one or two layers: the cache of fake tensors saves more than it costs only from about
 eight on. What tests run in other processes has the defaults of torch and the package."""
 
+import collections
 import os
 import tempfile
 
@@ -54,3 +55,18 @@ def analysed_anew():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "open_folder", lambda folder: None)
         yield
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_collection_modifyitems(items):
+    """Make all but a few cases of a test with `sample(n)` slow ones; those that stay are spread over all of them."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
+            cases[item.function].append(item)
+    for found in cases.values():
+        (count,) = found[0].get_closest_marker("sample").args
+        chosen = {round(i * (len(found) - 1) / max(count - 1, 1)) for i in range(count)}
+        for number, item in enumerate(found):
+            if number not in chosen:
+                item.add_marker(pytest.mark.slow)

@@ -130,10 +130,17 @@ def test_what_is_compiled_needs_nothing_of_its_compilation():
     assert not [name for name in found if name.split(".")[1] in ("passes", "capture", "runtime")]
 
 
+def dotted(node):
+    """The names of `a.b.c`; empty for attributes of other values."""
+    if isinstance(node, ast.Attribute):
+        return [*path, node.attr] if (path := dotted(node.value)) else []
+    return [node.id] if isinstance(node, ast.Name) else []
+
+
 def private_parts(tree):
     """What a module names of torch that is not public: imported, or as an attribute, but for private operators."""
     names = {f"{module}.{name}" for module, name in imports(tree)}
-    names |= {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {".".join(path) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and (path := dotted(node))}
     for name in names:
         of, *path = name.split(".")
         is_private = any(part.startswith("_") and not part.endswith("__") for part in path)

@@ -109,6 +109,7 @@ def test_equal_sizes_when_the_user_asks_for_symbolic_ones(model):
 
 
 @pytest.mark.parametrize("order", [[(1, 7), (4, 7)], [(4, 7), (1, 9), (1, 5)], [(3, 1), (3, 6)], [(1, 1), (2, 5)]])
+@pytest.mark.sample(2)
 def test_one_sequence_or_one_token(model, order):
     compiled = dta(model)
     for batch, tokens in order:
@@ -373,6 +374,7 @@ def test_a_checkpointed_block():
 
 
 @pytest.mark.parametrize("way", ["of transformers", "composable", "by wrappers"])
+@pytest.mark.sample(1)
 def test_gradient_checkpointing(way):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(

@@ -53,6 +53,7 @@ class Comparing(TinyLM):
 @pytest.mark.parametrize(
     "is_causal", [lambda query, key: query.shape[2] == key.shape[2], lambda query, key: query.shape[2] > 1]
 )
+@pytest.mark.sample(2)
 def test_attention_is_causal_by_a_comparison_of_sizes(is_causal, dynamic):
     check(Comparing(is_causal), dynamic=dynamic)
 

@@ -199,6 +199,7 @@ def test_refusals():
 
 @pytest.mark.parametrize("strategy", ["packed", "dfs", pytest.param("vanilla", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", ["nested", "caterpillar", "fan"])
+@pytest.mark.sample(3)
 def test_schedules_of_large_trees_are_linear_in_size_and_time(shape, strategy):
     base = np.arange(30_000, dtype=np.int32) % 251
     nested = [base[: 15 * n] for n in range(2000)]

@@ -77,6 +77,7 @@ def test_any_batch(model, compiled, case, chosen, loss):
 @pytest.mark.parametrize("strategy", ["packed", *(pytest.param(s, marks=pytest.mark.slow) for s in ("vanilla", "dfs"))])
 @pytest.mark.parametrize("budget", [0, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sequences", [chain(30), pytest.param(fan(30), marks=pytest.mark.slow), [[], [3], [], [3, 1]]])
+@pytest.mark.sample(1)
 def test_later_steps_are_replayed_and_equal(model, compiled, sequences, strategy, budget):
     chosen = Options(chunk_size=5, strategy=strategy, sweep="chunks", memory_budget=budget, attention="reference")
     for _ in range(3):

@@ -231,6 +231,7 @@ class Bfloat16(TinyLM):
 
 
 @pytest.mark.parametrize("build", [lambda: BareLM(), lambda: BareLM().float(), Bfloat16])
+@pytest.mark.sample(1)
 def test_rounding_and_padding_are_no_mismatch(build):
     """Sums that cancel, ties, values at padding, infinities, whole numbers: right programs pass in every precision."""
     model = build()

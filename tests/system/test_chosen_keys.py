@@ -276,6 +276,7 @@ def compiled_with(model, **options):
     ],
     ids=str,
 )
+@pytest.mark.sample(5)
 def test_every_query_reads_the_keys_chosen_for_it(model, options):
     model, batch = Sparse(**model), make_batch(rollouts(V))
     loss = random_loss(batch, V)
@@ -420,6 +421,7 @@ REFUSED = [
     [pytest.param(*case, marks=[pytest.mark.slow] * (n % 3 > 0)) for n, case in enumerate(REFUSED)],
     ids=lambda value: str(value) if isinstance(value, dict) else value,
 )
+@pytest.mark.sample(4)
 def test_other_choices_are_refused(model, reason):
     with pytest.raises(RefusalError, match=reason):
         ids_and_mask(compiled_with(Sparse(**model)), make_batch(rollouts(V)))

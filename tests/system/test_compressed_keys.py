@@ -121,6 +121,7 @@ def test_operators_without_a_tree(stride, chooses):
         (40, True, {"chunk_size": 100}),
     ],
 )
+@pytest.mark.sample(2)
 def test_operators_over_a_tree(stride, chooses, options):
     ours, exact = pair(stride, chooses)
     batch = make_batch(rollouts(V))

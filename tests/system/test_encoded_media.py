@@ -100,6 +100,7 @@ def tokens_run(compiled):
 
 
 @pytest.mark.parametrize("put", ["scatter", "write", "add"])
+@pytest.mark.sample(2)
 def test_equal_images_share_and_different_ones_fork(put):
     model = Reader(put)
     compiled = torch.compile(model, backend="dta")
@@ -168,6 +169,7 @@ def test_more_placeholders_than_features():
 
 
 @pytest.mark.parametrize("put", ["scatter", "write", "put", "add"])
+@pytest.mark.sample(2)
 def test_more_features_than_placeholders(put):
     model = Reader(put)
     compiled = torch.compile(model, backend="dta", options={"codegen": "eager"})
@@ -220,6 +222,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("how", WRITES)
+@pytest.mark.sample(2)
 def test_writes_to_features_count_for_reads_behind_them(how):
     def writing(*at):
         def write(place, value):

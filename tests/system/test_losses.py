@@ -256,6 +256,7 @@ LIKE_THE_LAST = ("from k", "one before the last", "completion of a prompt")  # a
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in LIKE_THE_LAST else name for name in SLICES]
 )
+@pytest.mark.sample(3)
 def test_slices_of_the_tokens(model, name):
     def loss(ids):
         picked = SLICES[name](model, ids)

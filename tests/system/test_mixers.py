@@ -124,6 +124,7 @@ OFTEN |= {("vanilla", 0, 3), ("vanilla", None, 10_000), ("dfs", 0, 10_000), ("df
         for one in itertools.product(("packed", "vanilla", "dfs"), (0, None), (1, 2, 3, 5, 10_000))
     ],
 )
+@pytest.mark.sample(3)
 def test_forks_and_chains(compiled, strategy, budget, chunk_size):
     for sequences in (fan(20), chain(12), [[1, 2, 3, 4]] * 4):
         compiled.check(make_case(sequences, "none"), Options(chunk_size, strategy, memory_budget=budget))
@@ -155,6 +156,7 @@ def test_scoring(compiled):
         assert_same(logits, compiled.model(case.ids))
 
 
+@pytest.mark.slow
 def test_replays(compiled, monkeypatch):
     monkeypatch.setattr(lease.ReplayCache, "pays", lambda cache, device, chunks: True)
     monkeypatch.setattr(lease, "CudaRecorder", Recorder)

@@ -290,6 +290,7 @@ ONE_BY_ONE = ("products", "reductions", "pointwise")  # their rules are tried on
 @pytest.mark.parametrize(
     "group", [pytest.param(group, marks=pytest.mark.slow) if group in ONE_BY_ONE else group for group in OPERATORS]
 )
+@pytest.mark.sample(2)
 def test_hand_written_module(group):
     model = HandWritten(OPERATORS[group]).double()
     sequences = [s for s in rollouts(V, seed=5, length=12) if len(s) > 6]

@@ -354,6 +354,7 @@ def packings(draw):
 
 @settings(max_examples=3, **QUICK)
 @given(rows=packings(), chosen=options)
+@pytest.mark.slow
 def test_packed_rows(compiled, rows, chosen):
     check_packed(compiled, rows, chosen)
 
@@ -385,6 +386,7 @@ def test_streaming(compiled, case, chosen):
 @pytest.mark.parametrize(
     "padding", ["left", *(pytest.param(side, marks=pytest.mark.slow) for side in ("right", "none"))]
 )
+@pytest.mark.slow
 def test_scoring(compiled, padding):
     case = make_case([*chain(30), *fan(9)], padding)
     for chunk_size in (1, 4, 16, 10_000):

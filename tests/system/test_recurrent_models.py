@@ -76,6 +76,7 @@ def check(name, batch, forward, alone=logits, **options):
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.sample(1)
 def test_right_padding(name):
     check(name, make_batch(rollouts()), logits)
 

@@ -548,6 +548,7 @@ NEARLY = (
 
 
 @pytest.mark.parametrize("bias", NEARLY)
+@pytest.mark.sample(4)
 def test_other_learned_biases_are_refused(bias):
     def way(model, q, k, v, pairs):
         q, k, v = by_heads(q, k, v)
@@ -905,6 +906,7 @@ def by_sigmoid(model, q, k, v, pairs):
         (by_sigmoid, "another function of products of activations than a softmax"),
     ],
 )
+@pytest.mark.sample(8)
 def test_what_is_no_causal_attention_is_refused_by_name(way, words):
     model, ids = WrittenLM(way), shared_ids(4, 9)
     torch._dynamo.reset()
@@ -922,6 +924,7 @@ FILLED = {
 
 @pytest.mark.parametrize("options", [{}, {"sweep": "stages"}])
 @pytest.mark.parametrize("filled", FILLED.values(), ids=FILLED)
+@pytest.mark.sample(2)
 def test_a_number_hides_keys_only_if_no_score_comes_near_it(filled, options):
     """The model's `bias` scales the scores, so that one program meets small ones and large ones."""
 

@@ -271,11 +271,13 @@ WAYS += [Twice, Shared, Gathered, FlatPlaces, Repeated]
 
 
 @pytest.mark.parametrize("mixture", one_by_one(WAYS, (DeepSeek, TokensOfSequences)))
+@pytest.mark.sample(1)
 def test_written_as(mixture):
     assert_exact(Model(mixture, layers=2 if mixture in (DeepSeek, Repeated) else 1))
 
 
 @pytest.mark.parametrize("mixture", one_by_one([IfAny, IfRows, IfCounted, OnlyHit, HitInLists], [IfAny, OnlyHit]))
+@pytest.mark.sample(1)
 def test_experts_that_are_skipped_without_tokens(mixture):
     model = Model(mixture)
     assert_exact(model)
@@ -557,6 +559,7 @@ REFUSED = {
 @pytest.mark.parametrize(
     "mixture", one_by_one(REFUSED, (IfThereAre, OfAMaskThatChanges, ByNumbers, Breaking, Capacity))
 )
+@pytest.mark.sample(3)
 def test_refused(mixture):
     torch._dynamo.reset()
     before = torch._dynamo.config.capture_dynamic_output_shape_ops

@@ -98,6 +98,7 @@ def program(of_heads: OfHeads) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("batch", [1, 5])
 @pytest.mark.parametrize("of_heads", [split, everything, merged_tokens, groups_of_heads, heads_first, copies])
+@pytest.mark.sample(4)
 def test_rows_of_one_token_may_be_flattened_with_others(of_heads: OfHeads, batch: int) -> None:
     torch.compiler.reset()
     compare(program(of_heads), shared_ids(5, 9)[:batch], shared_ids(5, 4)[:batch])

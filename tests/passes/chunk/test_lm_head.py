@@ -270,6 +270,7 @@ TOGETHER = {
 
 
 @pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.sample(1)
 def test_spellings_side_by_side(model, name):
     spellings, heads = TOGETHER[name]
 
@@ -436,6 +437,7 @@ class Transposed(nn.Module):
 
 
 @pytest.mark.parametrize("build", [tied, frozen_head, frozen_weight, frozen_trunk, lambda: Headed(Transposed())])
+@pytest.mark.sample(3)
 def test_heads(build):
     program = compare(build(), both, outputs=2)
     if build is frozen_head:
@@ -518,6 +520,7 @@ QUICK = LEFT_ALONE.keys() - {*ANOTHER_READER[1:], "second moment"}
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LEFT_ALONE]
 )
+@pytest.mark.sample(4)
 def test_other_uses_of_the_logits_are_left_alone(name):
     build, spelling = LEFT_ALONE[name]
     two = name in ("smallest entry", "largest logits", "a soft cap twice")

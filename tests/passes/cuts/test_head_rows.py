@@ -136,6 +136,7 @@ LOSSES = {
 OFTEN_USED = {"mean", "an ignored class", "class weights and smoothing", "nll", "where", "assignment", "PPO", "entropy"}
 
 
+@pytest.mark.slow
 def test_losses_that_ignore_tokens_side_by_side(model):
     """One of them that needs other rows would need them for all."""
 
@@ -204,6 +205,7 @@ NARROWED = {
 
 
 @pytest.mark.parametrize("function", NARROWED, ids=lambda function: function.__name__)
+@pytest.mark.sample(2)
 def test_conditions_combine(model, function):
     check(model, lambda ids: function(model(ids, MASK)), IDS, rows=distinct(*NARROWED[function]))
 
@@ -237,6 +239,7 @@ def outside_the_window(logits):
 @pytest.mark.parametrize(
     "function", [multiplied, other_side_in_the_region, by_the_model, logits_too, outside_the_window]
 )
+@pytest.mark.sample(2)
 def test_tokens_that_are_not_ignored(model, function):
     compiled = torch.compile(lambda ids: function(model(ids, MASK)), backend="dta", options=SMALL_CHUNKS)
     expected = after(model, lambda: function(model(IDS, MASK)).backward())

@@ -190,6 +190,7 @@ def after_a_layer_of_zero(x, g):
         of_some_features,
     ],
 )
+@pytest.mark.sample(10)
 def test_shifts_run_over_the_tree(shift):
     check(Shifting(shift), shared_ids())
 

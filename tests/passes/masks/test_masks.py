@@ -532,6 +532,7 @@ SHOWN_BY_OTHERS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SHOWN_BY_OTHERS else name for name in CLASSES]
 )
+@pytest.mark.sample(34)
 def test_masks_that_are_understood(name):
     make_mask, inputs, text, reaches = CLASSES[name]
     traced = calls(make_mask, inputs)
@@ -929,6 +930,7 @@ LIKE_OTHERS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in LIKE_OTHERS else name for name in REFUSED]
 )
+@pytest.mark.sample(22)
 def test_masks_that_are_refused(name):
     make_mask, inputs, error, message = REFUSED[name]
     with pytest.raises(error) as caught:

@@ -468,11 +468,12 @@ class _Reader:
         if bound.term.dtype is torch.int64:
             self._require_bounded(bound.term)
         ends, columns = sequences.at(self.value(bound.term)) - bound.offset, sequences.places % sequences.width
+        rows = sequences.places // sequences.width
         if not bound.is_last:
             self._require(bound.term, self.value(bound.term) <= self._evaluate.indices["key"], "at most its column", "")
-            ends, columns = -ends.flip(0), -columns.flip(0)
+            ends, columns, rows = -ends.flip(0), -columns.flip(0), rows.flip(0)
         wrong = ends < columns
-        wrong[:-1] |= (ends[1:] != ends[:-1]) & (columns[1:] > columns[:-1]) & (ends[:-1] >= columns[1:])
+        wrong[:-1] |= (ends[1:] != ends[:-1]) & (rows[1:] == rows[:-1]) & (ends[:-1] >= columns[1:])
         if (number := sequences.first(wrong if bound.is_last else wrong.flip(0))) is not None:
             row, column = sequences.where(number)
             side = "last" if bound.is_last else "first"

@@ -456,6 +456,18 @@ CLASSES = {
         "window 3, real tokens.*the last column",
         [3],
     ),
+    "a last column of each row, padded at either end": (
+        lambda ids, last, mask: causal(ids) & at(ids, last[:, None, None], torch.le) & (mask[:, None, None] != 0),
+        [
+            (
+                IDS,
+                torch.tensor([[7], [8], [9]]).expand(3, 9),
+                torch.tensor([[1] * 3 + [0] * 6, [0] * 5 + [1] * 4, [1] * 9]),
+            )
+        ],
+        "the last column in rest",
+        [0],
+    ),
     "from the first column of a sequence": (
         lambda ids, first: causal(ids) & (torch.arange(ids.shape[1]) >= first[:, None, :, None]),
         [(IDS, FIRST)],

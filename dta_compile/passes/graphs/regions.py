@@ -38,22 +38,30 @@ def _copied(module: fx.GraphModule) -> fx.GraphModule:
 
 def _rewrite(module: fx.GraphModule, rewrite: Callable[[fx.Graph], None]) -> None:
     calls = module.graph.find_nodes(op="call_function", target=TAG_ACTIVATION_CHECKPOINT)
-    for call in calls:
-        body, *operands = call.args
-        region = getattr(module, body.target)
-        if len(body.users) > 1:  # whose results may be read by another call
-            _rewrite(region, rewrite)
-            continue
-        if all(user.target is operator.getitem for user in call.users):
-            read = {user.args[1] for user in call.users}
-            output = output_node(region.graph)
-            output.args = (tuple(value if i in read else None for i, value in enumerate(output.args[0])),)
-        _rewrite(region, rewrite)
-        inputs = region.graph.find_nodes(op="placeholder")
-        call.args = (body, *(operand for operand, inside in zip(operands, inputs, strict=True) if inside.users))
-        for inside in inputs:
-            if not inside.users:
-                region.graph.erase_node(inside)
-        region.recompile()
+    called_once = [(call, getattr(module, call.args[0].target)) for call in calls if len(call.args[0].users) == 1]
+    for call, region in called_once:
+        _drop_unread_results(call, region)
+    for _, part in module.named_children():
+        if isinstance(part, fx.GraphModule):
+            _rewrite(part, rewrite)
+    for call, region in called_once:
+        _drop_unused_operands(call, region)
     rewrite(module.graph)
     module.recompile()
+
+
+def _drop_unread_results(call: fx.Node, region: fx.GraphModule) -> None:
+    if all(user.target is operator.getitem for user in call.users):
+        read = {user.args[1] for user in call.users}
+        output = output_node(region.graph)
+        output.args = (tuple(value if i in read else None for i, value in enumerate(output.args[0])),)
+
+
+def _drop_unused_operands(call: fx.Node, region: fx.GraphModule) -> None:
+    body, *operands = call.args
+    inputs = region.graph.find_nodes(op="placeholder")
+    call.args = (body, *(operand for operand, inside in zip(operands, inputs, strict=True) if inside.users))
+    for inside in inputs:
+        if not inside.users:
+            region.graph.erase_node(inside)
+    region.recompile()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
+import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -288,17 +290,32 @@ class CudaRecorder:
     """Recorder of CUDA graphs that share one memory pool, because only one of them runs at a time."""
 
     def __init__(self) -> None:
+        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self.pool: Any = None
 
     def __call__(
         self, function: Callable[[], Sequence[torch.Tensor]]
     ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
-        if self.pool is None:
+        if not self.graphs:  # the allocator gives a pool up with the last of its graphs
             self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+        with _usable_after_failures(), torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             outputs = function()
+        self.graphs.add(graph)
         return outputs, graph.replay
+
+
+@contextlib.contextmanager
+def _usable_after_failures() -> Iterator[None]:
+    """Restore what a capture that fails leaves behind: its stream as the current one, and generators that capture."""
+    stream = torch.cuda.current_stream()
+    generator = torch.cuda.default_generators[stream.device.index]
+    try:
+        yield
+    except BaseException:
+        torch.cuda.set_stream(stream)
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
 
 
 @functools.cache

@@ -60,7 +60,7 @@ class TritonAttention:
         dtype = x.query.dtype if splits == 1 else torch.float32
         parts = x.query.new_empty((splits, tokens, heads, width), dtype=dtype).transpose(1, 2)
         logsumexps = x.query.new_empty((splits, heads, tokens), dtype=torch.float32)
-        grid = (_blocks_of(tokens, blocks.queries), heads, splits)
+        grid = (heads, _blocks_of(tokens, blocks.queries), splits)
         forward_kernel[grid](*_tensors(x), parts, logsumexps, *_strides(x, parts), splits, **_constants(x, blocks))
         if splits == 1:
             return parts, logsumexps
@@ -91,16 +91,16 @@ class TritonAttention:
         wide = statistics_dtype(x.query.dtype)
         grad_key, grad_value = (empty_by_tokens(tensor, dtype=wide) for tensor in (x.key, x.value))
         shared = (*_tensors(x), out, logsumexp, grad)
-        queries_kernel[(_blocks_of(tokens, by_queries.queries), heads)](
+        queries_kernel[(heads, _blocks_of(tokens, by_queries.queries))](
             *shared, delta, grad_query, *strides, *_rows_of(grad_query), **_constants(x, by_queries)
         )
         constants = _constants(x, by_keys)
         own = (*shared, delta, grad_key, grad_value, *strides, *_rows_of(grad_key), *_rows_of(grad_value))
-        own_keys_kernel[(_blocks_of(tokens, by_keys.keys), kv_heads)](*own, **constants)
+        own_keys_kernel[(kv_heads, _blocks_of(tokens, by_keys.keys))](*own, **constants)
         if prefix:
             targets = (prefix_key_grad, prefix_value_grad)
             stack = (*shared, delta, *targets, *strides, *_rows_of(targets[0]), *_rows_of(targets[1]))
-            stack_keys_kernel[(_blocks_of(prefix, by_keys.keys), kv_heads)](*stack, **constants)
+            stack_keys_kernel[(kv_heads, _blocks_of(prefix, by_keys.keys))](*stack, **constants)
         return grad_query, grad_key, grad_value
 
 

@@ -53,6 +53,12 @@ def _add(pointer, head_stride, row_stride, head, rows, exists, values, DIM: tl.c
 
 
 @triton.jit
+def _last_first(tokens, QUERIES: tl.constexpr):
+    """Return the block of queries of a program. The last ones read most keys, and long programs must not begin last."""
+    return tl.cdiv(tokens, QUERIES) - 1 - tl.program_id(1)
+
+
+@triton.jit
 def _first_key(depth, limit, CHUNKED: tl.constexpr):
     """Return the depth of the first key in a query's window, or in its chunk of the sequence."""
     return depth // limit * limit if CHUNKED else depth - limit + 1
@@ -65,22 +71,33 @@ def _lowest(first_key, exists, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _listed(table, tokens, block, QUERIES: tl.constexpr, KEYS: tl.constexpr, LIMITED: tl.constexpr):
-    """Return the list of key blocks that a block of queries reads: its address, the number of blocks of KEYS that are
-    read whole (0 under a limit, which may cut off any), and the number of all that are read."""
-    row = block * QUERIES // LIST_ROWS
-    counts = table + 1 + 3 * tokens + 2 * row
-    lists = table + 1 + 3 * tokens + 2 * tl.cdiv(tokens, LIST_ROWS)
-    each = LIST_COLUMNS // KEYS
-    whole = 0 if LIMITED else tl.load(counts) * each
-    return lists + row * tl.cdiv(tokens, LIST_COLUMNS), whole, tl.load(counts + 1) * each
+def _runs(table, tokens, block, QUERIES: tl.constexpr):
+    """Return the runs of the chunk's own keys that a block of queries reads whole: their address and number."""
+    row, columns = block * QUERIES // LIST_ROWS, tl.cdiv(tokens, LIST_COLUMNS)
+    counts = table + 1 + 3 * tokens
+    return counts + 2 * tl.cdiv(tokens, LIST_ROWS) + row * 2 * (columns + 1), tl.load(counts + 2 * row)
 
 
 @triton.jit
-def _listed_columns(listed, number, KEYS: tl.constexpr):
+def _run(runs, number):
+    """Return the first key of a run and one past its last."""
+    return tl.load(runs + 2 * number) * LIST_COLUMNS, tl.load(runs + 2 * number + 1) * LIST_COLUMNS
+
+
+@triton.jit
+def _parts(table, tokens, block, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Return the blocks of keys that a block of queries reads in part: the address of their list and their number."""
+    row, columns = block * QUERIES // LIST_ROWS, tl.cdiv(tokens, LIST_COLUMNS)
+    counts = table + 1 + 3 * tokens
+    lists = counts + 2 * tl.cdiv(tokens, LIST_ROWS) * (columns + 2)
+    return lists + row * columns, tl.load(counts + 2 * row + 1) * (LIST_COLUMNS // KEYS)
+
+
+@triton.jit
+def _columns_of(parts, number, KEYS: tl.constexpr):
     """Return the columns of the `number`-th block of a list."""
     each = LIST_COLUMNS // KEYS
-    return tl.load(listed + number // each) * LIST_COLUMNS + number % each * KEYS + tl.arange(0, KEYS)
+    return tl.load(parts + number // each) * LIST_COLUMNS + number % each * KEYS + tl.arange(0, KEYS)
 
 
 @triton.jit
@@ -165,7 +182,7 @@ def forward_kernel(
 ):  # fmt: skip
     """Compute output and log-sum-exp of a block of queries over one of `splits` parts of the stack; the last part
     includes the chunk's own keys."""
-    block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, block, split = tl.program_id(0), _last_first(tokens, QUERIES), tl.program_id(2)
     kv_head = head // GROUPS
     rows = block * QUERIES + tl.arange(0, QUERIES)
     exists = rows < tokens
@@ -197,15 +214,20 @@ def forward_kernel(
         top, total, acc = _attend(q, k, v, allowed, scale, softcap, top, total, acc, CAPPED, PRECISION)
 
     if split == splits - 1:
-        listed, whole, count = _listed(table, tokens, block, QUERIES, KEYS, LIMITED)
-        if not LIMITED:
-            for number in range(whole):
-                columns = _listed_columns(listed, number, KEYS)
+        runs, count = _runs(table, tokens, block, QUERIES)
+        for number in range(count):
+            first_own, last_own = _run(runs, number)
+            for begin in range(first_own, last_own, KEYS):
+                columns = begin + tl.arange(0, KEYS)
+                allowed = None
+                if LIMITED:
+                    allowed = _reads(table, tokens, rows, columns, columns < tokens, first_key, LIMITED, UNITS)
                 k = _rows(key, k_head, k_row, kv_head, columns, None, KEY_DIM, KEY_WIDTH)
                 v = _rows(value, v_head, v_row, kv_head, columns, None, VALUE_DIM, VALUE_WIDTH)
-                top, total, acc = _attend(q, k, v, None, scale, softcap, top, total, acc, CAPPED, PRECISION)
-        for number in range(whole, count):
-            columns = _listed_columns(listed, number, KEYS)
+                top, total, acc = _attend(q, k, v, allowed, scale, softcap, top, total, acc, CAPPED, PRECISION)
+        parts, count = _parts(table, tokens, block, QUERIES, KEYS)
+        for number in range(count):
+            columns = _columns_of(parts, number, KEYS)
             inside = columns < tokens
             k = _rows(key, k_head, k_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
             v = _rows(value, v_head, v_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
@@ -236,7 +258,7 @@ def forward_kernel(
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     out += split.to(tl.int64) * tokens * o_row  # parts follow one another, tokens outermost
     _store(out, o_head, o_row, head, rows, exists, acc, VALUE_DIM, VALUE_WIDTH)
-    heads = tl.num_programs(1)
+    heads = tl.num_programs(0)
     statistics = tl.where(total > 0, (top + tl.log2(total)) / LOG2E, -float("inf"))
     tl.store(logsumexp + (split * heads + head) * tokens + rows, statistics, mask=exists)
 
@@ -280,7 +302,7 @@ def queries_kernel(
     CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of a block of queries, and the `delta` that the other kernels read."""
-    block, head = tl.program_id(0), tl.program_id(1)
+    head, block = tl.program_id(0), _last_first(tokens, QUERIES)
     kv_head = head // GROUPS
     rows = block * QUERIES + tl.arange(0, QUERIES)
     exists = rows < tokens
@@ -312,15 +334,20 @@ def queries_kernel(
         allowed = inside[None, :] & _reads_stack(rows, columns, first_key, LIMITED)
         acc = _add_to_queries(acc, q, do, k, v, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
 
-    listed, whole, count = _listed(table, tokens, block, QUERIES, KEYS, LIMITED)
-    if not LIMITED:
-        for number in range(whole):
-            columns = _listed_columns(listed, number, KEYS)
+    runs, count = _runs(table, tokens, block, QUERIES)
+    for number in range(count):
+        first_own, last_own = _run(runs, number)
+        for begin in range(first_own, last_own, KEYS):
+            columns = begin + tl.arange(0, KEYS)
+            allowed = None
+            if LIMITED:
+                allowed = _reads(table, tokens, rows, columns, columns < tokens, first_key, LIMITED, UNITS)
             k = _rows(key, k_head, k_row, kv_head, columns, None, KEY_DIM, KEY_WIDTH)
             v = _rows(value, v_head, v_row, kv_head, columns, None, VALUE_DIM, VALUE_WIDTH)
-            acc = _add_to_queries(acc, q, do, k, v, None, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
-    for number in range(whole, count):
-        columns = _listed_columns(listed, number, KEYS)
+            acc = _add_to_queries(acc, q, do, k, v, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
+    parts, count = _parts(table, tokens, block, QUERIES, KEYS)
+    for number in range(count):
+        columns = _columns_of(parts, number, KEYS)
         inside = columns < tokens
         k = _rows(key, k_head, k_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
         v = _rows(value, v_head, v_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
@@ -402,7 +429,7 @@ def own_keys_kernel(
     CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of a block of the chunk's own keys and values."""
-    block, kv_head = tl.program_id(0), tl.program_id(1)
+    kv_head, block = tl.program_id(0), tl.program_id(1)
     columns = block * KEYS + tl.arange(0, KEYS)
     inside = columns < tokens
     ends = tl.load(table + 1 + columns, mask=inside, other=0)
@@ -459,7 +486,7 @@ def stack_keys_kernel(
     CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients of a block of the stack's keys and values to its gradient buffers."""
-    block, kv_head = tl.program_id(0), tl.program_id(1)
+    kv_head, block = tl.program_id(0), tl.program_id(1)
     start = tl.load(table)
     if block * KEYS >= start:
         return

@@ -123,10 +123,18 @@ class ChunkShape:
     def table_rows(self) -> npt.NDArray[np.int32]:
         """Return the numbers of a `ChunkTable`."""
         whole, read = self._blocks_read()
-        lists = np.argsort(np.where(whole, 0, np.where(read, 1, 2)), axis=1, kind="stable")
-        counts = np.stack([whole.sum(1), read.sum(1)], 1)
+        rows, columns = whole.shape
+        edges = np.diff(np.pad(whole, ((0, 0), (1, 1))).astype(np.int8), axis=1)
+        lists = np.zeros((rows, 2 * columns + 2), np.int64)
+        runs = (edges > 0).sum(1)
+        inside = np.arange(columns + 1) < runs[:, None]
+        for column, sign in enumerate((1, -1)):
+            lists[:, column::2][inside] = np.nonzero(edges == sign)[1]
+        parts = np.argsort(~(read & ~whole), axis=1, kind="stable")
+        counts = np.stack([runs, (read & ~whole).sum(1)], 1)
         start, of_tokens = np.array([self.start]), (self.subtree_ends, self.depths, self.begins)
-        return np.concatenate([start, *of_tokens, counts.ravel(), lists.ravel()]).astype(np.int32)
+        numbers = (start, *of_tokens, counts.ravel(), lists.ravel(), parts.ravel())
+        return np.concatenate(numbers).astype(np.int32)
 
     def _blocks_read(self) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """Return two masks `[query blocks, key blocks]`: blocks that are read whole, and blocks that are read at all,
@@ -178,9 +186,9 @@ class ChunkTable(NamedTuple):
 
     Attributes:
         numbers: int32 `[size(tokens)]`: the chunk's start; `subtree_ends`; depths; begins; for every block of 128
-            queries the number of blocks of 64 keys that it reads whole, and of those that it reads at all; for every
-            block of queries the indices of all key blocks, first those read whole, then those read in part, then the
-            others.
+            queries the number of runs of blocks of 64 keys that it reads whole, and of blocks that it reads in part;
+            for every block of queries these runs, each the index of its first block and of one past its last; and the
+            indices of all key blocks, first those read in part.
         tokens: number of tokens of the chunk, padding included.
     """
 
@@ -191,7 +199,7 @@ class ChunkTable(NamedTuple):
     def size(tokens: int) -> int:
         """Return the length of `numbers` for a number of tokens."""
         queries, keys = -(-tokens // LISTED_QUERIES), -(-tokens // LISTED_KEYS)
-        return 1 + 3 * tokens + queries * (2 + keys)
+        return 1 + 3 * tokens + queries * (2 + 2 * (keys + 1) + keys)
 
     @property
     def start(self) -> torch.Tensor:

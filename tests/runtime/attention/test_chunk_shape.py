@@ -31,22 +31,25 @@ def test_a_table_says_which_tokens_read_which(case):
 @settings(max_examples=30, deadline=None)
 @given(shape=shapes(sizes=(1, 30, 64, 100, 200)))
 def test_a_table_lists_the_blocks_that_are_read(shape):
-    """By blocks of 128 queries and 64 keys: first those that every query reads whole, then those that one reads."""
+    """By blocks of 128 queries and 64 keys: runs of those that every query reads whole, then those read in part."""
     table, tokens = shape.table(torch.device("cpu")), shape.tokens
     numbers = table.numbers[1 + 3 * tokens :].tolist()
     assert len(table.numbers) == ChunkTable.size(tokens)
     rows, columns = -(-tokens // LISTED_QUERIES), -(-tokens // LISTED_KEYS)
     allowed, more = (shape.allowed(range(tokens), range(tokens), units=units) for units in (False, True))
     for row in range(rows):
-        whole, read = numbers[2 * row : 2 * row + 2]
-        listed = numbers[2 * rows + row * columns :][:columns]
+        runs, parts = numbers[2 * row : 2 * row + 2]
+        ends = numbers[2 * rows + row * 2 * (columns + 1) :][: 2 * runs]
+        listed = numbers[2 * rows * (columns + 2) + row * columns :][:columns]
         queries = allowed[row * LISTED_QUERIES :][:LISTED_QUERIES]
         blocks = [queries[:, column * LISTED_KEYS :][:, :LISTED_KEYS] for column in range(columns)]
         of_any = more[row * LISTED_QUERIES :][:LISTED_QUERIES].any(0)
         is_read = [of_any[column * LISTED_KEYS :][:LISTED_KEYS].any() for column in range(columns)]
-        assert sorted(listed[:read]) == [number for number, block in enumerate(is_read) if block]
         above = row * LISTED_QUERIES // LISTED_KEYS
-        assert sorted(listed[:whole]) == [number for number, block in enumerate(blocks[:above]) if block.all()]
+        whole = [number for number, block in enumerate(blocks[:above]) if block.all()]
+        assert [number for first, last in zip(ends[::2], ends[1::2]) for number in range(first, last)] == whole
+        assert all(last < first for last, first in zip(ends[1::2], ends[2::2])), "runs are as long as they can be"
+        assert sorted([*whole, *listed[:parts]]) == [number for number, block in enumerate(is_read) if block]
         assert sorted(listed) == list(range(columns))
 
 

@@ -74,7 +74,7 @@ def _variants(device: torch.device) -> Iterator[tuple[str, Provider]]:
         if name == "triton":
             for rule, sizes in VARIANTS.items():
                 for size in sizes:
-                    with mock.patch.object(triton, f"_{rule}_blocks", lambda x, size=size: triton.Blocks(*size)):
+                    with mock.patch.object(triton, f"_{rule}_blocks", lambda *_, size=size: triton.Blocks(*size)):
                         yield f"{name} with {rule} blocks {size}", provider
 
 

@@ -19,7 +19,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "order": ("backward_dfs", "lexicographic", "random"),
     "sweep": ("auto", "chunks", "stages"),
     "verify": ("auto", "off", "first", "always"),
-    "attention": ("auto", "cpu", "triton", "reference"),
+    "attention": ("auto", "cpu", "cudnn", "triton", "reference"),
     "fallback": ("raise", "dense"),
     "codegen": ("auto", "eager", "inductor"),
 }
@@ -58,8 +58,9 @@ class Options:
         groups: least number of groups of subtrees that a sweep of stages goes through one after another, which divides
             the hidden states between layers and takes one more forward; None: one, or as many as memory demands.
         fallback: how a refused program behaves: "raise" its typed error, or run "dense" with a warning.
-        attention: implementation of attention: "cpu" (torch's flash kernels for CPUs), "triton" (our own kernels),
-            "reference" (plain math), or "auto": the first of them that supports the model.
+        attention: implementation of attention: "cpu" (torch's flash kernels for CPUs), "cudnn" (cuDNN's kernels for
+            long prefixes, our own for the rest), "triton" (our own kernels), "reference" (plain math), or "auto": the
+            first of them that supports the model.
         cuda_graphs: on a GPU, record small chunks once per size and replay them.
         codegen: implementation of the operators between matrix products and attention: "eager" (ATen, one by one),
             "inductor" (code generated once for all batches, before the first call runs), or "auto": inductor on CUDA,

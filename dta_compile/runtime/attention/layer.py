@@ -11,7 +11,7 @@ import torch
 from dta_compile.errors import OptionError
 from dta_compile.executable.layers import AttentionLayer
 from dta_compile.ops.attention import by_tokens
-from dta_compile.runtime.attention import triton
+from dta_compile.runtime.attention import cudnn, triton
 from dta_compile.runtime.attention.cpu import FlashCPU
 from dta_compile.runtime.attention.interface import Operands, Provider
 from dta_compile.runtime.attention.reference import Reference
@@ -161,6 +161,7 @@ Make = Callable[[torch.Tensor, torch.Tensor, float], Provider | str]
 # "auto" tries them in this order, the fastest first.
 PROVIDERS: dict[str, Make] = {
     "cpu": _flash_cpu,
+    "cudnn": cudnn.make,
     "triton": triton.make,
     "reference": _reference,
 }

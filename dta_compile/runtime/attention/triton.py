@@ -16,6 +16,7 @@ from dta_compile.ops.attention import empty_by_tokens
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.runtime.attention.interface import Operands, Provider, Tensors
 from dta_compile.runtime.attention.reference import merge_parts
+from dta_compile.runtime.path.chunk_shape import LISTED_KEYS
 
 LARGEST_HEAD = 256
 # For a chunk of few tokens the stack is divided among several programs per block of queries (split-K), up to about this
@@ -28,9 +29,14 @@ def make(query: torch.Tensor, value: torch.Tensor, softcap: float) -> Provider |
     """Return the provider if it supports such tensors, else its requirements."""
     if not triton_use.has_triton():
         return "the package triton, on a GPU"
-    if triton_use.runs_kernels(query) and max(query.shape[-1], value.shape[-1]) <= LARGEST_HEAD:
+    if has_kernels(query, value):
         return TritonAttention()
     return f"bfloat16, float16 or float32 on a GPU, heads of at most {LARGEST_HEAD}"
+
+
+def has_kernels(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether the kernels support such tensors."""
+    return triton_use.runs_kernels(query) and max(query.shape[-1], value.shape[-1]) <= LARGEST_HEAD
 
 
 class Blocks(NamedTuple):
@@ -47,21 +53,26 @@ class TritonAttention:
 
     replayable = True
 
-    def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Provider.forward`."""
+    def forward(
+        self, x: Operands, partial: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Provider.forward`. `partial`: output and log-sum-exp over further keys, which are overwritten."""
         from dta_compile.runtime.attention.triton_kernels import forward_kernel
 
         x = x.with_dense_rows()
         _, heads, tokens, _ = x.query.shape
         width = x.value.shape[-1]
         blocks = _forward_blocks(x)
-        splits = _splits(x, blocks)
+        splits = _splits(x, blocks) if partial is None else 1
         # In the memory order of the next matrix product: tokens, heads, features.
         dtype = x.query.dtype if splits == 1 else torch.float32
-        parts = x.query.new_empty((splits, tokens, heads, width), dtype=dtype).transpose(1, 2)
-        logsumexps = x.query.new_empty((splits, heads, tokens), dtype=torch.float32)
+        parts, logsumexps = partial or (
+            x.query.new_empty((splits, tokens, heads, width), dtype=dtype).transpose(1, 2),
+            x.query.new_empty((splits, heads, tokens), dtype=torch.float32),
+        )
+        constants = {**_constants(x, blocks), "GOES_ON": partial is not None}
         grid = (heads, _blocks_of(tokens, blocks.queries), splits)
-        forward_kernel[grid](*_tensors(x), parts, logsumexps, *_strides(x, parts), splits, **_constants(x, blocks))
+        forward_kernel[grid](*_tensors(x), parts, logsumexps, *_strides(x, parts), splits, **constants)
         if splits == 1:
             return parts, logsumexps
         out, logsumexp = merge_parts(parts, logsumexps)
@@ -75,8 +86,9 @@ class TritonAttention:
         x: Operands,
         prefix_key_grad: torch.Tensor,
         prefix_value_grad: torch.Tensor,
+        partial: torch.Tensor | None = None,
     ) -> Tensors:
-        """See `Provider.backward`."""
+        """See `Provider.backward`. `partial`: gradient of queries from further keys, which is overwritten."""
         from dta_compile.runtime.attention.triton_kernels import own_keys_kernel, queries_kernel, stack_keys_kernel
 
         x = x.with_dense_rows()
@@ -84,23 +96,26 @@ class TritonAttention:
         logsumexp = logsumexp.contiguous()
         _, heads, tokens, _ = x.query.shape
         kv_heads, prefix = x.key.shape[1], x.prefix_key.shape[2]
-        by_queries, by_keys = _query_blocks(x), _key_blocks(x)
+        by_queries = _query_blocks(x)
         strides = (*_strides(x, out), *_rows_of(grad))
-        grad_query = empty_by_tokens(x.query)
+        grad_query = empty_by_tokens(x.query) if partial is None else partial
         delta = torch.empty_like(logsumexp)
         wide = statistics_dtype(x.query.dtype)
         grad_key, grad_value = (empty_by_tokens(tensor, dtype=wide) for tensor in (x.key, x.value))
         shared = (*_tensors(x), out, logsumexp, grad)
+        of_queries = {**_constants(x, by_queries), "GOES_ON": partial is not None}
         queries_kernel[(heads, _blocks_of(tokens, by_queries.queries))](
-            *shared, delta, grad_query, *strides, *_rows_of(grad_query), **_constants(x, by_queries)
+            *shared, delta, grad_query, *strides, *_rows_of(grad_query), **of_queries
         )
-        constants = _constants(x, by_keys)
-        own = (*shared, delta, grad_key, grad_value, *strides, *_rows_of(grad_key), *_rows_of(grad_value))
-        own_keys_kernel[(kv_heads, _blocks_of(tokens, by_keys.keys))](*own, **constants)
+        kernels = ((own_keys_kernel, tokens, grad_key, grad_value),)
         if prefix:
-            targets = (prefix_key_grad, prefix_value_grad)
-            stack = (*shared, delta, *targets, *strides, *_rows_of(targets[0]), *_rows_of(targets[1]))
-            stack_keys_kernel[(kv_heads, _blocks_of(prefix, by_keys.keys))](*stack, **constants)
+            kernels = (*kernels, (stack_keys_kernel, prefix, prefix_key_grad, prefix_value_grad))
+        for kernel, keys, *targets in kernels:
+            blocks = _key_blocks(x, keys)
+            strides_of_targets = (stride for target in targets for stride in _rows_of(target))
+            kernel[(kv_heads, _blocks_of(keys, blocks.keys))](
+                *shared, delta, *targets, *strides, *strides_of_targets, **_constants(x, blocks)
+            )
         return grad_query, grad_key, grad_value
 
 
@@ -169,7 +184,11 @@ def _query_blocks(x: Operands) -> Blocks:
     return Blocks(_few(tokens), 32, 8, 1) if _width(x) > 128 else Blocks(_few(tokens), 64, 4, 2)
 
 
-_key_blocks = _query_blocks  # the same tiles are the fastest for both
+def _key_blocks(x: Operands, keys: int) -> Blocks:
+    """Return tiles of a kernel that owns keys: wider ones where they leave enough programs."""
+    blocks, wide = _query_blocks(x), 2 * LISTED_KEYS
+    many = x.key.shape[1] * _blocks_of(keys, wide) >= PROGRAMS
+    return Blocks(blocks.queries, wide, 8, 2) if many and blocks.queries == 64 and _width(x) == 128 else blocks
 
 
 def _width(x: Operands) -> int:

@@ -171,6 +171,22 @@ def _attend(q, k, v, allowed, scale, softcap, top, total, out, CAPPED: tl.conste
     return new_top, total, out
 
 
+@triton.jit
+def _begin(
+    out, logsumexp, o_head, o_row, head, tokens, rows, exists,
+    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, QUERIES: tl.constexpr, GOES_ON: tl.constexpr,
+):  # fmt: skip
+    """Return the state of the online softmax before the first key."""
+    top = tl.full([QUERIES], -float("inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    acc = tl.zeros([QUERIES, VALUE_WIDTH], tl.float32)
+    if GOES_ON:
+        top = tl.load(logsumexp + head * tokens + rows, mask=exists, other=0.0) * LOG2E
+        total = tl.full([QUERIES], 1.0, tl.float32)
+        acc = _rows(out, o_head, o_row, head, rows, exists, VALUE_DIM, VALUE_WIDTH).to(tl.float32)
+    return top, total, acc
+
+
 @triton.jit(do_not_specialize=(*UNSPECIALIZED, "splits"))
 def forward_kernel(
     query, key, value, prefix_key, prefix_value, table, out, logsumexp,
@@ -179,9 +195,10 @@ def forward_kernel(
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, UNITS: tl.constexpr,
     CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    GOES_ON: tl.constexpr,
 ):  # fmt: skip
     """Compute output and log-sum-exp of a block of queries over one of `splits` parts of the stack; the last part
-    includes the chunk's own keys."""
+    includes the chunk's own keys. `GOES_ON`: add keys to the output and log-sum-exp that are there already."""
     head, block, split = tl.program_id(0), _last_first(tokens, QUERIES), tl.program_id(2)
     kv_head = head // GROUPS
     rows = block * QUERIES + tl.arange(0, QUERIES)
@@ -189,9 +206,9 @@ def forward_kernel(
     start = tl.load(table)
     first_key = _first_key(tl.load(table + 1 + tokens + rows, mask=exists, other=0), limit, CHUNKED)
     q = _rows(query, q_head, q_row, head, rows, exists, KEY_DIM, KEY_WIDTH)
-    top = tl.full([QUERIES], -float("inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    acc = tl.zeros([QUERIES, VALUE_WIDTH], tl.float32)
+    top, total, acc = _begin(
+        out, logsumexp, o_head, o_row, head, tokens, rows, exists, VALUE_DIM, VALUE_WIDTH, QUERIES, GOES_ON
+    )
 
     share = tl.cdiv(tl.cdiv(start, KEYS), splits) * KEYS
     first, last = split * share, tl.minimum(split * share + share, start)
@@ -238,9 +255,9 @@ def forward_kernel(
         q = _rows(
             query, q_head, q_row, head, rows, exists, KEY_DIM, KEY_WIDTH
         )  # read again: no register waits for this
-        top = tl.full([QUERIES], -float("inf"), tl.float32)
-        total = tl.zeros([QUERIES], tl.float32)
-        acc = tl.zeros([QUERIES, VALUE_WIDTH], tl.float32)
+        top, total, acc = _begin(
+            out, logsumexp, o_head, o_row, head, tokens, rows, exists, VALUE_DIM, VALUE_WIDTH, QUERIES, GOES_ON
+        )
         for number in range(first, last):
             columns = number + tl.arange(0, 1)
             k = _rows(prefix_key, pk_head, pk_row, kv_head, columns, None, KEY_DIM, KEY_WIDTH)
@@ -300,8 +317,10 @@ def queries_kernel(
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, UNITS: tl.constexpr,
     CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    GOES_ON: tl.constexpr,
 ):  # fmt: skip
-    """Compute gradients of a block of queries, and the `delta` that the other kernels read."""
+    """Compute gradients of a block of queries, and the `delta` that the other kernels read. `GOES_ON`: add to the
+    gradients that are there already."""
     head, block = tl.program_id(0), _last_first(tokens, QUERIES)
     kv_head = head // GROUPS
     rows = block * QUERIES + tl.arange(0, QUERIES)
@@ -315,6 +334,8 @@ def queries_kernel(
     own_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     tl.store(delta + head * tokens + rows, own_delta, mask=exists)
     acc = tl.zeros([QUERIES, KEY_WIDTH], tl.float32)
+    if GOES_ON:
+        acc = _rows(grad_query, gq_head, gq_row, head, rows, exists, KEY_DIM, KEY_WIDTH).to(tl.float32) / scale
 
     whole = 0
     if LIMITED:
@@ -358,6 +379,8 @@ def queries_kernel(
         q = _rows(query, q_head, q_row, head, rows, exists, KEY_DIM, KEY_WIDTH)
         do = _rows(grad, g_head, g_row, head, rows, exists, VALUE_DIM, VALUE_WIDTH)
         acc = tl.zeros([QUERIES, KEY_WIDTH], tl.float32)
+        if GOES_ON:
+            acc = _rows(grad_query, gq_head, gq_row, head, rows, exists, KEY_DIM, KEY_WIDTH).to(tl.float32) / scale
         for number in range(start):
             columns = number + tl.arange(0, 1)
             k = _rows(prefix_key, pk_head, pk_row, kv_head, columns, None, KEY_DIM, KEY_WIDTH)

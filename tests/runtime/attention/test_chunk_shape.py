@@ -47,8 +47,12 @@ def test_a_table_lists_the_blocks_that_are_read(shape):
         is_read = [of_any[column * LISTED_KEYS :][:LISTED_KEYS].any() for column in range(columns)]
         above = row * LISTED_QUERIES // LISTED_KEYS
         whole = [number for number, block in enumerate(blocks[:above]) if block.all()]
-        assert [number for first, last in zip(ends[::2], ends[1::2]) for number in range(first, last)] == whole
-        assert all(last < first for last, first in zip(ends[1::2], ends[2::2])), "runs are as long as they can be"
+        assert [
+            number for first, last in zip(ends[::2], ends[1::2], strict=True) for number in range(first, last)
+        ] == whole
+        assert all(last < first for last, first in zip(ends[1::2], ends[2::2], strict=False)), (
+            "runs are as long as they can be"
+        )
         assert sorted([*whole, *listed[:parts]]) == [number for number, block in enumerate(is_read) if block]
         assert sorted(listed) == list(range(columns))
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 
 from dta_compile.ops import triton_use
 from dta_compile.plan import Segment
+from dta_compile.runtime.attention import cudnn
 from dta_compile.runtime.attention import triton as attention_triton
 from dta_compile.runtime.attention.reference import Reference
 from dta_compile.runtime.path.chunk_shape import ChunkShape
@@ -79,9 +80,43 @@ def test_triton_kernels_go_by_lists_of_blocks(limit):
     Run(dataclasses.replace(case, **limit), triton).check(1e-5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_triton, "_query_blocks", lambda x: attention_triton.Blocks(128, 64, 8, 2))
-        patch.setattr(attention_triton, "_key_blocks", lambda x: attention_triton.Blocks(64, 128, 8, 2))
+        patch.setattr(attention_triton, "_key_blocks", lambda x, keys: attention_triton.Blocks(64, 128, 8, 2))
         patch.setattr(attention_triton, "_forward_blocks", lambda x: attention_triton.Blocks(128, 64, 8, 2))
         Run(dataclasses.replace(case, **limit), triton).check(1e-5)
+
+
+@interpreted
+@settings(max_examples=15, deadline=None)
+@given(case=cases(shapes(sizes=(1, 2, 5, 20))))
+def test_a_library_does_the_part_that_all_queries_read(case):
+    case = dataclasses.replace(case, dtype=torch.float32, value_width=case.width)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cudnn, "aten", Library)
+        patch.setattr(cudnn, "LEAST", 3)
+        patch.setattr(cudnn, "MEETINGS", 0)
+        cudnn._met.clear()
+        Run(case, cudnn.CudnnAttention).check(1e-5)
+    is_rectangle = case.shape.start >= 3 and case.shape.tokens >= 3 and case.limit is None
+    assert any(count > 0 for count in cudnn._met.values()) == is_rectangle
+
+
+class Library:
+    """Stands in for cuDNN: the definition of attention of all queries over all keys."""
+
+    @staticmethod
+    def _scaled_dot_product_cudnn_attention(query, key, value, bias, with_statistics, scale):
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+        scores = query @ key.mT * scale
+        return scores.softmax(-1) @ value, scores.logsumexp(-1, keepdim=True)
+
+    @staticmethod
+    def _scaled_dot_product_cudnn_attention_backward(grad, query, key, value, out, statistics, *_, scale):
+        groups = query.shape[1] // key.shape[1]
+        keys, values = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
+        weights = (query @ keys.mT * scale - statistics).exp()
+        scores = weights * (grad @ values.mT - (grad * out).sum(-1, keepdim=True)) * scale
+        of_keys, of_values = scores.mT @ query, weights.mT @ grad
+        return scores @ keys, *(tensor.unflatten(1, (-1, groups)).sum(2) for tensor in (of_keys, of_values))
 
 
 @interpreted

@@ -1,0 +1,162 @@
+"""Attention provider that leaves long rectangles to cuDNN: the stack's tokens that all queries of a large chunk read.
+
+On an H100 cuDNN's kernels do these at 650 and 520 TFLOP/s (forward, backward), ours at 470 and 340 (benchmarks/GPU.md).
+Our kernels add the rest of the stack and the chunk's own tree to its results, by the log-sum-exp of both.
+
+cuDNN makes a plan per shape, which takes 50 ms forward and backward each. So sizes are rounded to four significant
+bits, queries up with rows of zeros and keys down, and a plan is only made for sizes that have been met often.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+from typing import NamedTuple
+
+import torch
+
+from dta_compile.runtime.attention import triton
+from dta_compile.runtime.attention.interface import Operands, Provider, Tensors
+from dta_compile.runtime.path.chunk_shape import ChunkShape
+
+aten = torch.ops.aten
+logger = logging.getLogger("dta_compile")
+
+LEAST = 1024  # queries, and keys; CUDA graphs, for which shapes are unknown, are of smaller chunks
+LARGEST_HEAD = 128
+MEETINGS = 128  # calls of a size before a plan pays: a few chunks of a model's layers
+CAPABILITY, VERSION = (9, 0), 90_100  # of the device and of cuDNN
+
+
+def make(query: torch.Tensor, value: torch.Tensor, softcap: float) -> Provider | str:
+    """Return the provider if it supports such tensors, else its requirements."""
+    fits = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1] <= LARGEST_HEAD
+    if fits and query.shape[-1] % 8 == 0 and not softcap and triton.has_kernels(query, value) and _has_cudnn(query):
+        return CudnnAttention()
+    return f"bfloat16 or float16 on a Hopper GPU or later, heads of one size up to {LARGEST_HEAD}, no soft cap"
+
+
+class CudnnAttention:
+    """Provider by cuDNN for long rectangles, and by `TritonAttention` for all else."""
+
+    replayable = True
+
+    def __init__(self) -> None:
+        self.rest = triton.TritonAttention()
+
+    def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Provider.forward`."""
+        rectangle = _rectangle(x)
+        if rectangle is not None:
+            _met[rectangle] += 1
+        if rectangle is None or not _is_planned(rectangle):
+            return self.rest.forward(x)
+        queries, keys = rectangle[:2]
+        tensors = _filled_up(x.query, queries), x.prefix_key[:, :, :keys], x.prefix_value[:, :, :keys]
+        try:
+            out, logsumexp, *_ = aten._scaled_dot_product_cudnn_attention(*tensors, None, True, scale=x.scale)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            _give_up(rectangle, error)
+            return self.rest.forward(x)
+        tokens = x.query.shape[2]
+        return self.rest.forward(_below(x, keys), (out[:, :, :tokens], logsumexp[:, :, :tokens, 0].contiguous()))
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        out: torch.Tensor,
+        logsumexp: torch.Tensor,
+        x: Operands,
+        prefix_key_grad: torch.Tensor,
+        prefix_value_grad: torch.Tensor,
+    ) -> Tensors:
+        """See `Provider.backward`."""
+        rectangle = _rectangle(x)
+        if rectangle is None or not _is_planned(rectangle):
+            return self.rest.backward(grad, out, logsumexp, x, prefix_key_grad, prefix_value_grad)
+        queries, keys = rectangle[:2]
+        key, value = (tensor[:, :, :keys] for tensor in (x.prefix_key, x.prefix_value))
+        of_out, query, result = (_filled_up(tensor, queries) for tensor in (grad, x.query, out))
+        statistics = _filled_up(logsumexp[..., None], queries).contiguous()
+        random = torch.zeros((), dtype=torch.int64, device=grad.device)  # state of a generator, for dropout
+        others = random, random, None, None, None, queries, keys, 0.0, False
+        try:
+            of_query, of_key, of_value = aten._scaled_dot_product_cudnn_attention_backward(
+                of_out, query, key, value, result, statistics, *others, scale=x.scale
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            _give_up(rectangle, error)
+            return self.rest.backward(grad, out, logsumexp, x, prefix_key_grad, prefix_value_grad)
+        prefix_key_grad[:, :, :keys] += of_key
+        prefix_value_grad[:, :, :keys] += of_value
+        above = (tensor[:, :, keys:] for tensor in (prefix_key_grad, prefix_value_grad))
+        return self.rest.backward(grad, out, logsumexp, _below(x, keys), *above, of_query[:, :, : grad.shape[2]])
+
+
+class _Rectangle(NamedTuple):
+    """Sizes of a rectangle for cuDNN, and what else a plan depends on."""
+
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+_met: collections.Counter[_Rectangle] = collections.Counter()
+
+
+def _rectangle(x: Operands) -> _Rectangle | None:
+    """Return the rectangle of a call, queries rounded up and keys rounded down; None: all is for our kernels."""
+    tokens, start = x.query.shape[2], x.chunk.start
+    if tokens < LEAST or start < LEAST or x.limit is not None or torch.are_deterministic_algorithms_enabled():
+        return None
+    heads = x.query.shape[1], x.key.shape[1], x.key.shape[3]
+    return _Rectangle(-_rounded_down(-tokens), _rounded_down(start), *heads, x.query.dtype, x.query.device)
+
+
+def _is_planned(rectangle: _Rectangle) -> bool:
+    """Return whether a rectangle was met often enough for a plan, and cuDNN takes it."""
+    return _met[rectangle] > MEETINGS
+
+
+def _give_up(rectangle: _Rectangle, error: RuntimeError) -> None:
+    logger.warning("dta: cuDNN does not take attention of this shape, our kernels do: %s", str(error).splitlines()[0])
+    _met[rectangle] = -(1 << 62)
+
+
+def _rounded_down(size: int) -> int:
+    """Round to four significant bits, towards minus infinity."""
+    step = 1 << max(abs(size).bit_length() - 4, 0)
+    return size // step * step
+
+
+def _filled_up(tensor: torch.Tensor, queries: int) -> torch.Tensor:
+    """Append zeros to the tokens of `[1, H, c, D]`: rows of zeros, with gradients of zero, change no gradient."""
+    tokens = tensor.shape[2]
+    if tokens == queries:
+        return tensor
+    return torch.nn.functional.pad(tensor.transpose(1, 2), (0, 0, 0, 0, 0, queries - tokens)).transpose(1, 2)
+
+
+def _below(x: Operands, keys: int) -> Operands:
+    """Return the operands without the first `keys` tokens of the stack."""
+    chunk, device = x.chunk, x.query.device
+    if (_below, keys) not in chunk.derived:
+        chunk.derived[_below, keys] = dataclasses.replace(chunk, start=chunk.start - keys)
+    rest: ChunkShape = chunk.derived[_below, keys]
+    key, value = (tensor[:, :, keys:] for tensor in (x.prefix_key, x.prefix_value))
+    return x._replace(prefix_key=key, prefix_value=value, chunk=rest, table=lambda: rest.table(device))
+
+
+def _has_cudnn(query: torch.Tensor) -> bool:
+    if query.device.type != "cuda" or torch.cuda.get_device_capability(query.device) < CAPABILITY:
+        return False
+    return (torch.backends.cudnn.version() or 0) >= VERSION

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from typing import Any
 
@@ -32,8 +33,12 @@ def attention(
         return attention_per_sequence(module, query, key, value, None, **lengths)
     ends = torch.tensor([0, *itertools.accumulate(sequence_lengths)], dtype=torch.int32).to(query.device)
     longest = max(sequence_lengths)
+    own = {"scale": scaling, "window_size": CAUSAL}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        own["enable_gqa"] = key.shape[1] != query.shape[1]
+    else:  # torch 2.11
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
     rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    own = {"scale": scaling, "window_size": CAUSAL, "enable_gqa": key.shape[1] != query.shape[1]}
     return varlen_attn(*rows, ends, ends, longest, longest, **own)[None], None
 
 

@@ -92,7 +92,8 @@ def test_a_library_does_the_part_that_all_queries_read(case):
     case = dataclasses.replace(case, dtype=torch.float32, value_width=case.width)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cudnn, "aten", Library)
-        patch.setattr(cudnn, "LEAST", 3)
+        patch.setattr(cudnn, "LEAST_QUERIES", 3)
+        patch.setattr(cudnn, "LEAST_KEYS", 3)
         patch.setattr(cudnn, "MEETINGS", 0)
         cudnn._met.clear()
         Run(case, cudnn.CudnnAttention).check(1e-5)

@@ -117,7 +117,12 @@ _met: collections.Counter[_Rectangle] = collections.Counter()
 def _rectangle(x: Operands) -> _Rectangle | None:
     """Return the rectangle of a call, queries rounded up and keys rounded down; None: all is for our kernels."""
     tokens, start = x.query.shape[2], x.chunk.start
-    if tokens < LEAST_QUERIES or start < LEAST_KEYS or x.limit is not None or torch.are_deterministic_algorithms_enabled():
+    if (
+        tokens < LEAST_QUERIES
+        or start < LEAST_KEYS
+        or x.limit is not None
+        or torch.are_deterministic_algorithms_enabled()
+    ):
         return None
     heads = x.query.shape[1], x.key.shape[1], x.key.shape[3]
     return _Rectangle(-_rounded_down(-tokens), _rounded_down(start), *heads, x.query.dtype, x.query.device)

@@ -133,6 +133,7 @@ def _without_rounding(beyond, found, wanted, others):
     most, left = AT_MOST * _largest_gradient(wanted), {}
     for name, error in beyond.items():
         noise = max(_distance(other[name], wanted[name]) for other in others)
+        noise = noise if noise == noise else float("inf")  # programs that rounding breaks: what is read as rounding
         if error == float("inf") or not _distance(found[name], wanted[name]) <= min(ROUNDINGS * noise, most):
             left[name] = error
     return left

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from dta_compile.errors import PlanError
 from dta_compile.plan.cost import Limits
+from dta_compile.plan.events import interpret
 from dta_compile.plan.peak_memory import bytes_by_op
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Pop, Restore, Schedule, extent
-from dta_compile.plan.simulate import interpret
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.lexicographic import as_integers, each
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree

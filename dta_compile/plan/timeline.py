@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from dta_compile.plan.cost import Limits
+from dta_compile.plan.events import Work, interpret
 from dta_compile.plan.peak_memory import bytes_by_op
 from dta_compile.plan.schedule import Attach, Op, Restore, Schedule, extent, format_op
-from dta_compile.plan.simulate import Work, interpret
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.views.traces.chrome import TICKS, Event, Process, as_speedscope

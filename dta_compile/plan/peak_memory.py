@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from dta_compile.plan.events import Work, interpret
+from dta_compile.plan.events import Held, Work, interpret
 from dta_compile.plan.schedule import Attach, Schedule
 from dta_compile.plan.simulate import by_group
 from dta_compile.plan.tree.chunk import Chunk
@@ -139,10 +139,15 @@ def _halves(
 
 
 class LiveBytes(NamedTuple):
-    """Bytes of kept graphs and KV after an op; the peak while it runs, with running states and working memory."""
+    """Bytes of kept graphs and KV after an op; the peak while it runs, with running states and working memory.
+
+    Attributes:
+        held: tokens held after the op.
+    """
 
     kept: float
     peak: float
+    held: Held
 
 
 def bytes_by_op(
@@ -157,4 +162,4 @@ def bytes_by_op(
         if event.op.graph == "backward":  # its working memory includes its graph
             before = kept
         in_states = footprint.state * (event.states + event.state_gradients)
-        yield LiveBytes(kept, max(before + running, kept) + in_states)
+        yield LiveBytes(kept, max(before + running, kept) + in_states, event.held)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from dta_compile.errors import PlanError
 from dta_compile.plan.cost import Limits
-from dta_compile.plan.events import interpret
+from dta_compile.plan.events import Held, interpret
 from dta_compile.plan.peak_memory import bytes_by_op
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Pop, Restore, Schedule, extent
 from dta_compile.plan.tree.chunk import Chunk, Slice
@@ -121,15 +121,13 @@ def _ops(tree: PrefixTree, schedule: Schedule) -> dict[str, Column]:
     parts: dict[Chunk | Slice, int] = {}
     kinds, part_of, stack, attached = [], [], [], []
     times, owner = np.zeros(tree.num_rows + 1, np.int64), np.full(tree.num_rows, -1, np.int64)
-    path = -1
-    for op in schedule.ops:
+    for event in interpret(tree, schedule):
+        op = event.op
         kinds.append(KINDS.index(type(op).__name__.lower()))
         part = extent(op)
         number = -1 if part is None else parts.setdefault(part, len(parts))
         part_of.append(number)
-        spine = part.spine if isinstance(part, Chunk) and not isinstance(op, Backward) else None
-        path = spine.sequence if spine is not None else op.part.sequence if isinstance(op, Restore) else path
-        stack.append(path)
+        stack.append(event.sequence)
         attached.append(op.sequences if isinstance(op, Attach) else ())
         if isinstance(op, (Anchor, Forward)):
             for start, stop in tree.chunk_ranges(op.chunk):
@@ -165,11 +163,12 @@ def _offsets(groups: Sequence[Sequence[Any]]) -> IntArray:
 
 def _levels(tree: PrefixTree, schedule: Schedule, limits: Limits) -> dict[str, Column]:
     """Return the tokens held after every op and, where known, the bytes kept after it and live while it runs."""
-    held = np.array([event.held for event in interpret(tree, schedule)], np.int64).reshape(-1, 3)
-    columns: dict[str, Column] = dict(zip(("stack", "live", "stored"), held.T, strict=True))
+    live = list(bytes_by_op(tree, schedule, limits.footprint, limits.head_starts))
+    columns: dict[str, Column] = {
+        name: np.array([getattr(op.held, name) for op in live], np.int64) for name in Held._fields
+    }
     if not limits.footprint.counts_tokens:
-        live = np.array(list(bytes_by_op(tree, schedule, limits.footprint, limits.head_starts)), np.float64)
-        columns |= dict(zip(("keptBytes", "peakBytes"), live.reshape(-1, 2).T, strict=True))
+        columns |= {"keptBytes": np.array([op.kept for op in live]), "peakBytes": np.array([op.peak for op in live])}
     return columns
 
 

@@ -37,6 +37,8 @@ NAME_TOKENS = 12  # tokens after a marker that are searched for the name of the 
 NAMES = {"system": "system", "developer": "system", "user": "user", "assistant": "answer", "model": "answer"}
 NAMES |= {"tool": "tool", "ipython": "tool", "observation": "tool"}
 KINDS = tuple(kind.__name__.lower() for kind in (Anchor, Forward, Restore, Pop, Attach, Backward))
+# State of a chunk after a run of a graph, as `assets/schedule.js` numbers them: run, graph live, KV kept, done.
+STATES, KV_KEPT = {"cache_only": 1, "forward_only": 1, "forward": 2, "backward": 4}, 3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,11 +117,11 @@ def _segments(tree: PrefixTree) -> dict[str, Column]:
 def _ops(tree: PrefixTree, schedule: Schedule) -> dict[str, Column]:
     """Return columns by op, and runs of tree tokens that are forwarded equally often or written by one chunk.
 
-    By op: kind, index of its distinct chunk or slice, sequence whose path is on the stack after it. `partFirst` points
-    from a chunk or slice to its ranges of tree tokens, `attachFirst` from an op to its sequences.
+    By op: kind, index of its distinct chunk or slice, state of its chunk, sequence whose path is on the stack after it.
+    `partFirst` points from a chunk or slice to its ranges of tree tokens, `attachFirst` from an op to its sequences.
     """
     parts: dict[Chunk | Slice, int] = {}
-    kinds, part_of, stack, attached = [], [], [], []
+    kinds, part_of, states, stack, attached = [], [], [], [], []
     times, owner = np.zeros(tree.num_rows + 1, np.int64), np.full(tree.num_rows, -1, np.int64)
     for event in interpret(tree, schedule):
         op = event.op
@@ -127,6 +129,7 @@ def _ops(tree: PrefixTree, schedule: Schedule) -> dict[str, Column]:
         part = extent(op)
         number = -1 if part is None else parts.setdefault(part, len(parts))
         part_of.append(number)
+        states.append(KV_KEPT if getattr(op, "kv", False) else STATES.get(op.graph, 0))
         stack.append(event.sequence)
         attached.append(op.sequences if isinstance(op, Attach) else ())
         if isinstance(op, (Anchor, Forward)):
@@ -138,6 +141,7 @@ def _ops(tree: PrefixTree, schedule: Schedule) -> dict[str, Column]:
     return {
         "kind": np.array(kinds, np.int64),
         "part": np.array(part_of, np.int64),
+        "state": np.array(states, np.int64),
         "stackSequence": np.array(stack, np.int64),
         "attachFirst": _offsets(attached),
         "attached": np.array([sequence for group in attached for sequence in group], np.int64),

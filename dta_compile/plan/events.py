@@ -61,6 +61,9 @@ def attention_pairs(part: Slice) -> int:
     return (part.stop * (part.stop + 1) - part.start * (part.start + 1)) // 2
 
 
+_NONE = Slice(0, 0, 0), None
+
+
 class KeptSpines(Generic[Kept]):
     """Values kept per spine, looked up by any part of the spine. A spine replaces one with the same first token.
 
@@ -75,22 +78,21 @@ class KeptSpines(Generic[Kept]):
 
     def keep(self, spine: Slice, value: Kept) -> Kept | None:
         """Keep a value for a spine; return the one that it replaces, if any."""
-        replaced = self.forget(spine)
         ranges = self.tree.row_ranges(spine.sequence, spine.start, spine.stop)
+        first = ranges[0][0]
         for start, stop in ranges:
-            self._first_row[start:stop] = ranges[0][0]
-        self.values[ranges[0][0]] = spine, value
+            self._first_row[start:stop] = first
+        replaced, self.values[first] = self.values.get(first, _NONE)[1], (spine, value)
         return replaced
 
     def forget(self, spine: Slice) -> Kept | None:
         """Remove and return the value of the spine with this first token, if any."""
-        entry = self.values.pop(self.tree.row_at(spine.sequence, spine.start), None)
-        return entry and entry[1]
+        return self.values.pop(self.tree.row_at(spine.sequence, spine.start), _NONE)[1]
 
     def of(self, part: Slice) -> Kept | None:
         """Return the value of the spine that covers a part, if any."""
         row = self.tree.row_at(part.sequence, part.start)
-        spine, value = self.values.get(int(self._first_row[row]), (part, None))
+        spine, value = self.values.get(int(self._first_row[row]), _NONE)
         covers = part.stop <= spine.stop and self.tree.same_path(part.sequence, spine.sequence, part.stop)
         return value if covers else None
 
@@ -150,6 +152,9 @@ class Event(NamedTuple):
     state_gradients: int
 
 
+_NOTHING, _NOT_KEPT = Work(), KeptSpine()
+
+
 class Interpreter:
     """State of a schedule that runs without tensors, op by op.
 
@@ -181,20 +186,9 @@ class Interpreter:
         A running state on the stack that is also kept counts once, since nothing is copied. A backward adds its own
         gradient of a state before it takes those of its spine.
         """
-        work, copied, restored, before = Work(), KeptSpine(), 0, len(self._holders)
-        dropped: KeptSpine | None = None
+        work, copied, dropped, restored = _NOTHING, _NOT_KEPT, _NOT_KEPT, 0
+        states, waiting = len(self._holders), len(self._waiting)
         match op:
-            case Pop(part):
-                self._cut(part.start)
-            case Restore(part):
-                copied, restored = self.kept.of(part) or copied, part.tokens
-                self._push(part, [state for state in copied.states if part.start < state[0] <= part.stop])
-            case Anchor(chunk, out, kv):
-                work = chunk_work(self.tree, chunk, self.head_starts, out)
-                dropped = self._push_spine(op, kv)
-                if op.results and chunk not in self.results:
-                    self.results.add(chunk)
-                    self._of_results += work.tokens
             case Forward(chunk):
                 work = self.live[chunk] = chunk_work(self.tree, chunk, self.head_starts)
                 self._tokens, self._heads = self._tokens + work.tokens, self._heads + work.heads
@@ -206,45 +200,58 @@ class Interpreter:
             case Backward(chunk):
                 work = self.live.pop(chunk)
                 self._tokens, self._heads = self._tokens - work.tokens, self._heads - work.heads
-                dropped = self.kept.forget(chunk.spine) if chunk.spine is not None else None
-                include(self._waiting, chunk.start)
-        states, waiting = max(before, len(self._holders)), len(self._waiting) if self._has_states else 0
-        if dropped is not None:
-            self._stored -= dropped.alone
-            self._release(dropped.states)
-        if isinstance(op, Backward) and op.chunk.spine is not None:
-            pop_above(self._waiting, op.chunk.start)
+                if self._has_states:
+                    include(self._waiting, chunk.start)
+                    waiting = len(self._waiting)
+                if chunk.spine is not None:
+                    dropped = self.kept.forget(chunk.spine) or dropped
+                    pop_above(self._waiting, chunk.start)
+            case Anchor(chunk, out, kv):
+                work = chunk_work(self.tree, chunk, self.head_starts, out)
+                dropped = self._push_spine(op, kv)
+                if op.results and chunk not in self.results:
+                    self.results.add(chunk)
+                    self._of_results += work.tokens
+            case Restore(part):
+                copied, restored = self.kept.of(part) or copied, part.tokens
+                self._push(part, [state for state in copied.states if part.start < state[0] <= part.stop])
+            case Pop(part):
+                self._cut(part.start)
+        states = max(states, len(self._holders))
+        self._stored -= dropped.alone
+        self._hold(dropped.states, -1)
         self.position += 1
         held = Held(self.depth, self._tokens, self._stored)
         rest = self._heads, self._of_results, states, waiting
         return Event(op, work, restored, copied.position, self.sequence, held, *rest)
 
-    def _push_spine(self, op: Anchor | Forward, keep: bool) -> KeptSpine | None:
+    def _push_spine(self, op: Anchor | Forward, keep: bool) -> KeptSpine:
         """Push and keep the spine of a chunk, if it has one; return what was kept in its place."""
         if (spine := op.chunk.spine) is None:
-            return None
+            return _NOT_KEPT
         states = [(depth, self.position) for depth in op.states]
         self._push(spine, states)
         if not keep:
-            return None
+            return _NOT_KEPT
         alone = spine.tokens if isinstance(op, Anchor) else 0
         self._stored += alone
-        self._holders.update(states)
-        return self.kept.keep(spine, KeptSpine(self.position, alone, states))
+        self._hold(states, 1)
+        return self.kept.keep(spine, KeptSpine(self.position, alone, states)) or _NOT_KEPT
 
     def _push(self, part: Slice, states: Sequence[State]) -> None:
         self._cut(part.start)
         self.sequence, self.depth = part.sequence, part.stop
         self.states += states
-        self._holders.update(states)
+        self._hold(states, 1)
 
     def _cut(self, depth: int) -> None:
         self.depth = depth
-        self._release(pop_above(self.states, (depth, math.inf)))
+        if self.states:
+            self._hold(pop_above(self.states, (depth, math.inf)), -1)
 
-    def _release(self, states: Iterable[State]) -> None:
+    def _hold(self, states: Iterable[State], more: int) -> None:
         for state in states:
-            self._holders[state] -= 1
+            self._holders[state] += more
             if not self._holders[state]:
                 del self._holders[state]
 

@@ -157,7 +157,7 @@ def bytes_by_op(
     kept = 0.0
     for event in interpret(tree, schedule, head_starts):
         before, running = kept, footprint.while_running(event.op.graph, event.work)
-        kept = footprint.graph(Work(tokens=event.held.live, heads=event.heads))
+        kept = footprint.graph_token * event.held.live + footprint.graph_head * event.heads
         kept += footprint.kv_token * event.held.stored + footprint.result_token * event.results
         if event.op.graph == "backward":  # its working memory includes its graph
             before = kept

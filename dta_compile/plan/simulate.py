@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,7 +60,7 @@ def simulate(
 ) -> Simulation:
     """Count a schedule that is known to be legal, in O(ops); `verify` checks and counts any other.
 
-    Where parts run different ops, the counts are averages over the parts, rounded.
+    Where parts run different ops, the counts are averages over the parts, rounded, but for the peak of the stack.
 
     Args:
         head_starts: as in `interpret`.
@@ -70,7 +69,9 @@ def simulate(
     if schedule.groups:
         return _of_all_groups(tree, schedule, head_starts, run)
     if schedule.others:
-        return _average([(share, simulate(tree, kind, head_starts, run)) for share, kind in schedule.kinds])
+        shares = [share for share, _ in schedule.kinds]
+        counts = [simulate(tree, kind, head_starts, run) for _, kind in schedule.kinds]
+        return _merged(counts, lambda name, values: max(values) if name == _PEAKS[0] else _mean(shares, values))
     forward, backward, rebuilt = [Work()], [Work()], [Work()]
     levels, restored = [(0, 0, 0, 0, 0)], 0
     by_graph = {"backward": backward} | ({"cache_only": rebuilt} if schedule.sweep == "stages" else {})
@@ -103,28 +104,24 @@ def _of_all_groups(tree: PrefixTree, schedule: Schedule, head_starts: IntArray |
         first = simulate(part, dataclasses.replace(of_group, ops=of_group.halves[0]), starts)
         counts.append(dataclasses.replace(both, forward=both.forward.plus(first.forward)))
 
-    def over_groups(combine: Callable[[Any, Any], Any], name: str) -> Any:
-        return functools.reduce(combine, (getattr(count, name) for count in counts))
-
-    values = {name: over_groups(max if name in _PEAKS else _plus, name) for name in _FIELDS}
-    return Simulation(**values | {"recomputed_tokens": values["forward"].tokens - tree.num_rows})
+    total = _merged(counts, lambda name, values: max(values) if name in _PEAKS else sum(values))
+    return dataclasses.replace(total, recomputed_tokens=total.forward.tokens - tree.num_rows)
 
 
-def _plus(one: Any, other: Any) -> Any:
-    return one.plus(other) if isinstance(one, Work) else one + other
+def _merged(counts: Sequence[Simulation], merge: Callable[[str, Sequence[int]], int]) -> Simulation:
+    """Merge counts field by field; `merge` gets the name of a field and its values, or those of an entry of a work."""
+
+    def merged(name: str) -> Any:
+        values = [getattr(of_run, name) for of_run in counts]
+        if isinstance(values[0], Work):
+            return Work(*(merge(name, amounts) for amounts in zip(*values, strict=True)))
+        return merge(name, values)
+
+    return Simulation(**{name: merged(name) for name in _FIELDS})
 
 
-def _average(shares: Sequence[tuple[float, Simulation]]) -> Simulation:
-    """Average the counts of parts that run different ops, weighted by share; the stack peak is the maximum."""
-
-    def mean(values: Iterable[Any]) -> Any:
-        by_part = list(values)
-        if isinstance(by_part[0], Work):
-            return Work(*(mean(amounts) for amounts in zip(*by_part, strict=True)))
-        return round(sum(share * value for (share, _), value in zip(shares, by_part, strict=True)))
-
-    averages = {name: mean(getattr(counts, name) for _, counts in shares) for name in _FIELDS}
-    return Simulation(**averages | {"peak_stack_tokens": max(counts.peak_stack_tokens for _, counts in shares)})
+def _mean(shares: Sequence[float], values: Sequence[int]) -> int:
+    return round(sum(share * value for share, value in zip(shares, values, strict=True)))
 
 
 def causal_pairs(lengths: IntArray) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NoReturn
@@ -140,8 +142,11 @@ class _Replay(Interpreter):
     def check_packed(self, chunk: Chunk, rows: IntArray) -> None:
         """Check that branches continue the stack or an earlier slice, and have all their descendants in the chunk."""
         first = chunk.slices[0]
-        if len(np.unique(rows)) < len(rows):
+        numbers = np.arange(len(rows))
+        self.counts[rows] = numbers  # of several equal rows, the last one's
+        if (self.counts[rows] != numbers).any():
             self.fail("slices of a chunk do not overlap", "distinct tokens", str(chunk))
+        self.counts[rows] = 0
         for part, segment in zip(chunk.slices, segments(self.tree, chunk), strict=True):
             if segment.parent < 0 and not (
                 part.start == chunk.start and self.tree.same_path(first.sequence, part.sequence, part.start)
@@ -182,12 +187,13 @@ class _Replay(Interpreter):
         """Check that the stack holds the running state at a chunk's start; `check_prefix` has checked the path."""
         if not self.has_states or chunk.start == 0:
             return
-        above = [depth for depth, _ in self.states if depth <= chunk.start]
-        if above[-1:] != [chunk.start]:
+        at = bisect_right(self.states, (chunk.start, math.inf))
+        if at == 0 or self.states[at - 1][0] != chunk.start:
+            depths = ", ".join(str(depth) for depth, _ in self.states[:at])
             self.fail(
                 "the stack holds the running state at the start of a chunk",
                 f"the state at depth {chunk.start} of s{chunk.slices[0].sequence}",
-                f"states at {', '.join(map(str, above))}" if above else "no states",
+                f"states at {depths}" if depths else "no states",
             )
 
     def check_states(self, op: Anchor | Forward) -> None:

@@ -43,19 +43,7 @@ STATES, KV_KEPT = {"cache_only": 1, "forward_only": 1, "forward": 2, "backward":
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Known:
-    """Optional data of a plan's sequences, besides their tree.
-
-    Attributes:
-        sequences: token ids of every sequence.
-        tokenizer: decodes them (see `dta_compile.views.page.decoder`).
-        rewards: a number for every sequence.
-        loss_masks: tokens that are trained on, for every sequence: a boolean mask `[n]`, or half-open ranges.
-        names: name of every sequence.
-        images: their images.
-        thumbnails: contents of picture files, or their paths, by image.
-        losses: where sharing is lost (`dta_compile.divergence.Losses`).
-        device: name and bytes of the device, and the predicted peak bytes of the step.
-    """
+    """Optional data of a plan's sequences, besides their tree: arguments of `Plan.to_html`, which describes them."""
 
     sequences: Iterable[Any] | None = None
     tokenizer: Any = None

@@ -50,6 +50,11 @@ class Simulation:
         """Chunk runs of both directions."""
         return self.forward.launches + self.backward.launches + self.rebuilt.launches
 
+    @property
+    def peaks(self) -> dict[str, int]:
+        """All peaks, by name."""
+        return {name: getattr(self, name) for name in _PEAKS}
+
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Simulation))
 _PEAKS = tuple(name for name in _FIELDS if name.startswith("peak"))

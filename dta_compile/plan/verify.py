@@ -65,7 +65,7 @@ class _Replay(Interpreter):
 
     def __init__(self, tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None, has_states: bool) -> None:
         super().__init__(tree, schedule, head_starts)
-        self.sequence = 0
+        self.sequence = 0  # that errors name while the stack is empty
         self.schedule, self.has_states = schedule, has_states
         self.by_stages = schedule.sweep == "stages"
         self.crossed = frozenset(schedule.chunks) if self.by_stages else frozenset()

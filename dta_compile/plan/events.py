@@ -5,11 +5,12 @@ Counts, bytes, running states, times and pictures are folds over its events. The
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -167,9 +168,11 @@ class Interpreter:
         results: chunks whose results of attention are kept.
     """
 
-    def __init__(self, tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None) -> None:
-        """`head_starts`: as in `interpret`."""
-        self.tree, self.head_starts = tree, head_starts
+    def __init__(
+        self, tree: PrefixTree, schedule: Schedule, work_of: Callable[[Chunk, bool], Work] = lambda *_: _NOTHING
+    ) -> None:
+        """`work_of`: counts the work of a chunk, with outputs or without; by default no work is counted."""
+        self._work_of = work_of
         self.position, self.sequence, self.depth = 0, -1, 0
         self.states: list[State] = []
         self.live: dict[Chunk, Work] = {}
@@ -190,7 +193,7 @@ class Interpreter:
         states, waiting = len(self._holders), len(self._waiting)
         match op:
             case Forward(chunk):
-                work = self.live[chunk] = chunk_work(self.tree, chunk, self.head_starts)
+                work = self.live[chunk] = self._work_of(chunk, True)
                 self._tokens, self._heads = self._tokens + work.tokens, self._heads + work.heads
                 dropped = self._push_spine(op, True)
                 if chunk in self.results:
@@ -207,7 +210,7 @@ class Interpreter:
                     dropped = self.kept.forget(chunk.spine) or dropped
                     pop_above(self._waiting, chunk.start)
             case Anchor(chunk, out, kv):
-                work = chunk_work(self.tree, chunk, self.head_starts, out)
+                work = self._work_of(chunk, out)
                 dropped = self._push_spine(op, kv)
                 if op.results and chunk not in self.results:
                     self.results.add(chunk)
@@ -262,7 +265,8 @@ def interpret(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None
     Args:
         head_starts: `[R + 1]` tree row r has the head rows `[head_starts[r], head_starts[r + 1])`; None: one each.
     """
-    return map(Interpreter(tree, schedule, head_starts).step, schedule.ops)
+    work_of = functools.cache(lambda chunk, head: chunk_work(tree, chunk, head_starts, head))
+    return map(Interpreter(tree, schedule, work_of).step, schedule.ops)
 
 
 def pop_above(items: list[Item], bound: Any) -> list[Item]:

@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from dta_compile.plan.events import Event, Work, interpret
+from dta_compile.plan.events import Work, interpret
 from dta_compile.plan.schedule import Schedule
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
-
-Run = Callable[[PrefixTree, Schedule, IntArray | None], Iterator[Event]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,27 +58,24 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Simulation))
 _PEAKS = tuple(name for name in _FIELDS if name.startswith("peak"))
 
 
-def simulate(
-    tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None, run: Run = interpret
-) -> Simulation:
+def simulate(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None) -> Simulation:
     """Count a schedule that is known to be legal, in O(ops); `verify` checks and counts any other.
 
     Where parts run different ops, the counts are averages over the parts, rounded, but for the peak of the stack.
 
     Args:
         head_starts: as in `interpret`.
-        run: yields the events of a schedule.
     """
     if schedule.groups:
-        return _of_all_groups(tree, schedule, head_starts, run)
+        return _of_all_groups(tree, schedule, head_starts)
     if schedule.others:
         shares = [share for share, _ in schedule.kinds]
-        counts = [simulate(tree, kind, head_starts, run) for _, kind in schedule.kinds]
+        counts = [simulate(tree, kind, head_starts) for _, kind in schedule.kinds]
         return _merged(counts, lambda name, values: max(values) if name == _PEAKS[0] else _mean(shares, values))
     forward, backward, rebuilt = [Work()], [Work()], [Work()]
     levels, restored = [(0, 0, 0, 0, 0)], 0
     by_graph = {"backward": backward} | ({"cache_only": rebuilt} if schedule.sweep == "stages" else {})
-    for event in run(tree, schedule, head_starts):
+    for event in interpret(tree, schedule, head_starts):
         by_graph.get(event.op.graph, forward).append(event.work)
         levels.append((*event.held, event.states, event.state_gradients))
         restored += event.restored
@@ -101,11 +96,11 @@ def by_group(
         yield part, schedule.of_group(number), starts
 
 
-def _of_all_groups(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None, run: Run) -> Simulation:
+def _of_all_groups(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None) -> Simulation:
     """Count all groups. The first half of each runs twice: for its outputs, and for its hidden states."""
     counts: list[Simulation] = []
     for part, of_group, starts in by_group(tree, schedule, head_starts):
-        both = simulate(part, of_group, starts, run)
+        both = simulate(part, of_group, starts)
         first = simulate(part, dataclasses.replace(of_group, ops=of_group.halves[0]), starts)
         counts.append(dataclasses.replace(both, forward=both.forward.plus(first.forward)))
 

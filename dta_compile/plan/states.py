@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dta_compile.plan.events import include, interpret, pop_above
+from dta_compile.plan.events import Interpreter, include, pop_above
 from dta_compile.plan.schedule import Anchor, Forward, Restore, Schedule, extent
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.prefix_tree import PrefixTree
@@ -22,7 +22,7 @@ def with_states(tree: PrefixTree, schedule: Schedule) -> Schedule:
     restored: dict[int, list[int]] = {}  # by position of the source: depths that restores need from it
     needed: list[int] = []  # ascending
     ops = list(schedule.ops)
-    for position, event in reversed([*enumerate(interpret(tree, schedule))]):
+    for position, event in reversed([*enumerate(map(Interpreter(tree, schedule).step, ops))]):
         op, part = event.op, extent(event.op)
         if isinstance(op, Restore):
             restored.setdefault(event.source, []).extend(pop_above(needed, op.part.start))

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import NoReturn
 
 import numpy as np
 
 from dta_compile.errors import ScheduleError
-from dta_compile.plan.events import Event, Interpreter
+from dta_compile.plan.events import Interpreter
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule, extent
-from dta_compile.plan.simulate import Simulation, simulate
+from dta_compile.plan.simulate import Simulation, by_group, simulate
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 from dta_compile.plan.tree.segments import segments
@@ -25,7 +24,13 @@ _WINDOW = 6  # rows of the listing shown on either side of the offending one
 def verify(
     tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None, states: bool = False
 ) -> Simulation:
-    """Replay `schedule` against `tree`, and return its counts (see `simulate`).
+    """Like `check`; return the counts of the schedule (see `simulate`)."""
+    check(tree, schedule, states)
+    return simulate(tree, schedule, head_starts)
+
+
+def check(tree: PrefixTree, schedule: Schedule, states: bool = False) -> None:
+    """Replay `schedule` against `tree`.
 
     `states`: the model has running states, so every chunk must find the state at its start on the stack.
 
@@ -35,20 +40,19 @@ def verify(
     """
     if schedule.groups:
         _check_groups(tree, schedule)
-    for _, kind in schedule.kinds[1:]:
+        for part, run, _ in by_group(tree, schedule):
+            check(part, run, states)
+        return
+    for _, kind in schedule.kinds:
+        replay = _Replay(tree, kind, states)
         if kind.chunks != schedule.chunks:
             expected, got = (" ".join(map(str, side.chunks)) for side in (schedule, kind))
-            rule = "all parts of a sweep of stages run the same chunks"
-            _Replay(tree, kind, None, states).fail(rule, expected, got)
-
-    def checked(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None) -> Iterator[Event]:
-        return _Replay(tree, schedule, head_starts, states).run()
-
-    return simulate(tree, schedule, head_starts, checked)
+            replay.fail("all parts of a sweep of stages run the same chunks", expected, got)
+        replay.run()
 
 
 def _check_groups(tree: PrefixTree, schedule: Schedule) -> None:
-    replay = _Replay(tree, dataclasses.replace(schedule, ops=()), None, False)
+    replay = _Replay(tree, dataclasses.replace(schedule, ops=()), False)
     if schedule.mode != "transparent" or not replay.by_stages or schedule.keeps or schedule.others:
         replay.fail("groups are swept by stages and keep nothing", "transparent mode, anchors", str(schedule)[:200])
     grouped = sorted(sequence for group in schedule.groups for sequence in group.sequences)
@@ -63,8 +67,9 @@ class _Replay(Interpreter):
     The rows with waiting gradients, not yet backpropagated, are always the first `gradient_depth` tokens of the stack.
     """
 
-    def __init__(self, tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None, has_states: bool) -> None:
-        super().__init__(tree, schedule, head_starts)
+    def __init__(self, tree: PrefixTree, schedule: Schedule, has_states: bool) -> None:
+        super().__init__(tree, schedule)
+        self.tree = tree
         self.sequence = 0  # that errors name while the stack is empty
         self.schedule, self.has_states = schedule, has_states
         self.by_stages = schedule.sweep == "stages"
@@ -80,14 +85,16 @@ class _Replay(Interpreter):
         self.parent_row[tree.row] = np.where(tree.parent < 0, -1, self.last_row[tree.parent])
         self.children = np.bincount(self.parent_row[self.parent_row >= 0], minlength=tree.num_rows)
         self.counts = np.zeros(tree.num_rows + 1, np.int64)  # scratch; the last entry is for row -1
+        # Of every chunk that has been checked by itself: its rows, and the children inside the chunk of each.
+        self.checked: dict[Chunk, tuple[IntArray, IntArray]] = {}
         self.open_children = self.children.copy()  # not backpropagated yet
         # Number of sequences that end at the row and are not attached yet.
         self.unattached = np.bincount(self.last_row[tree.end_node[tree.end_node >= 0]], minlength=tree.num_rows)
 
-    def run(self) -> Iterator[Event]:
+    def run(self) -> None:
         for op in self.schedule.ops:
             self.check(op)
-            yield self.step(op)
+            self.step(op)
         self.check_end()
 
     def check(self, op: Op) -> None:
@@ -123,30 +130,35 @@ class _Replay(Interpreter):
 
     def check_chunk(self, chunk: Chunk) -> IntArray:
         """Check a chunk by itself, and return its rows, slice after slice."""
-        if not chunk.slices:
-            self.fail("a chunk has slices", "a spine or a branch", "neither")
-        for part in chunk.slices:
-            self.check_slice(part)
-        self.check_size(chunk.tokens)
+        if chunk not in self.checked:
+            self.checked[chunk] = self.check_slices(chunk)
         if self.by_stages and self.attached.any() and chunk not in self.crossed:
             self.fail(
                 "the second half of a sweep of stages runs chunks of the first, whose hidden states are there",
                 ", ".join(map(str, list(self.crossed)[:4])),
                 str(chunk),
             )
-        rows = np.concatenate([self.tree.rows(part.sequence, part.start, part.stop) for part in chunk.slices])
-        if chunk.branches:
-            self.check_packed(chunk, rows)
-        return rows
+        return self.checked[chunk][0]
 
-    def check_packed(self, chunk: Chunk, rows: IntArray) -> None:
-        """Check that branches continue the stack or an earlier slice, and have all their descendants in the chunk."""
-        first = chunk.slices[0]
-        numbers = np.arange(len(rows))
-        self.counts[rows] = numbers  # of several equal rows, the last one's
+    def check_slices(self, chunk: Chunk) -> tuple[IntArray, IntArray]:
+        if not chunk.slices:
+            self.fail("a chunk has slices", "a spine or a branch", "neither")
+        for part in chunk.slices:
+            self.check_slice(part)
+        self.check_size(chunk.tokens)
+        rows = np.concatenate([self.tree.rows(part.sequence, part.start, part.stop) for part in chunk.slices])
+        self.counts[rows] = numbers = np.arange(len(rows))
         if (self.counts[rows] != numbers).any():
             self.fail("slices of a chunk do not overlap", "distinct tokens", str(chunk))
         self.counts[rows] = 0
+        inside = self.children_inside(rows)
+        if chunk.branches:
+            self.check_packed(chunk, rows, inside)
+        return rows, inside
+
+    def check_packed(self, chunk: Chunk, rows: IntArray, inside: IntArray) -> None:
+        """Check that branches continue the stack or an earlier slice, and have all their descendants in the chunk."""
+        first = chunk.slices[0]
         for part, segment in zip(chunk.slices, segments(self.tree, chunk), strict=True):
             if segment.parent < 0 and not (
                 part.start == chunk.start and self.tree.same_path(first.sequence, part.sequence, part.start)
@@ -156,7 +168,7 @@ class _Replay(Interpreter):
                     f"above {part} a token of the chunk, or s{first.sequence}[0:{chunk.start}]",
                     str(chunk),
                 )
-        outside = (self.children[rows] - self.children_inside(rows))[chunk.spine.tokens if chunk.spine else 0 :]
+        outside = (self.children[rows] - inside)[chunk.spine.tokens if chunk.spine else 0 :]
         if outside.any():
             self.fail(
                 "what continues a branch lies in its chunk",
@@ -317,7 +329,7 @@ class _Replay(Interpreter):
             self.open_children[above] -= np.count_nonzero(self.parent_row[rows] == above)
 
     def check_descendants(self, chunk: Chunk, rows: IntArray) -> None:
-        open_below = self.open_children[rows] - self.children_inside(rows)
+        open_below = self.open_children[rows] - self.checked[chunk][1]
         if open_below.any():
             worst = int(rows[np.flatnonzero(open_below)[-1]])
             self.fail(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dta_compile.plan.balance import balance
 from dta_compile.plan.cost import CostModel, Limits, Rates, choose_keep
+from dta_compile.plan.events import Work
 from dta_compile.plan.peak_memory import Footprint, PartBytes, bytes_of_halves
 from dta_compile.plan.plan import Plan, make_plan, plan
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule
-from dta_compile.plan.simulate import Simulation, Work, simulate
+from dta_compile.plan.simulate import Simulation, simulate
 from dta_compile.plan.states import with_states
 from dta_compile.plan.summary import MeasuredRun, ReplayCounts
 from dta_compile.plan.tree.chunk import Chunk, Slice

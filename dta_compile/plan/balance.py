@@ -134,20 +134,10 @@ def exchange_whole_chunks(order: LexicographicOrder, groups: Groups, seconds: Tr
     def price(group: Group) -> float:
         return seconds(_tree(order, groups.items.positions(group.members)))
 
-    prices = [price(group) for group in groups.groups]
-    while work > 0:
-        slowest = int(np.argmax(prices))
-        for trade in groups.trades(slowest, each=_TRIES)[:_TRIES]:
-            both = groups.after(slowest, trade)
-            work -= sum(len(group.members) for group in both)
-            mine, theirs = map(price, both)
-            if max(mine, theirs) < prices[slowest]:
-                for number, group, new in zip((slowest, trade.partner), both, (mine, theirs), strict=True):
-                    groups.take(number, group)
-                    prices[number] = new
-                break
-        else:
-            return
+    prices, improved = [price(group) for group in groups.groups], True
+    while work > 0 and improved:
+        improved, priced = groups.improve(prices, price, _TRIES, _TRIES)
+        work -= priced
 
 
 def _tree(order: LexicographicOrder, positions: IntArray) -> PrefixTree:

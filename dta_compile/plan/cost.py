@@ -16,10 +16,11 @@ import numpy as np
 
 from dta_compile.options import CHUNK_TOKENS, Options
 from dta_compile.plan.balance import balance
+from dta_compile.plan.events import Work, chunk_work
 from dta_compile.plan.peak_memory import Footprint, PartBytes, bytes_of_halves
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule, rebuilt_slices
 from dta_compile.plan.schedule import SWEEPS, GroupOps, Schedule
-from dta_compile.plan.simulate import Simulation, Work, causal_pairs, chunk_work, simulate
+from dta_compile.plan.simulate import Simulation, causal_pairs, simulate
 from dta_compile.plan.states import with_states
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.chunk_tree import ChunkTree, chunk_tree

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Schedule
-from dta_compile.plan.simulate import Work, by_group, interpret
+from dta_compile.plan.events import Held, Work, interpret
+from dta_compile.plan.schedule import Attach, Schedule
+from dta_compile.plan.simulate import by_group
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 
@@ -131,42 +132,34 @@ def _halves(
     tree: PrefixTree, schedule: Schedule, footprint: Footprint, head_starts: IntArray | None
 ) -> tuple[float, float, float]:
     """Return the peak bytes of one part in the first half and from the first attach on, and those kept between."""
-    first = second = left = 0.0
-    is_second = False
-    for op, live in zip(schedule.ops, bytes_by_op(tree, schedule, footprint, head_starts), strict=True):
-        if is_second or isinstance(op, Attach):
-            left = left if is_second else live.kept
-            is_second, second = True, max(second, live.peak)
-        else:
-            first = max(first, live.peak)
-    return first, second, left
+    live = list(bytes_by_op(tree, schedule, footprint, head_starts))
+    middle = next((n for n, op in enumerate(schedule.ops) if isinstance(op, Attach)), len(live))
+    first, second = (max((of_op.peak for of_op in half), default=0.0) for half in (live[:middle], live[middle:]))
+    return first, second, live[middle].kept if middle < len(live) else 0.0
 
 
 class LiveBytes(NamedTuple):
-    """Bytes of kept graphs and KV after an op; the peak while it runs, with running states and working memory."""
+    """Bytes of kept graphs and KV after an op; the peak while it runs, with running states and working memory.
+
+    Attributes:
+        held: tokens held after the op.
+    """
 
     kept: float
     peak: float
+    held: Held
 
 
 def bytes_by_op(
     tree: PrefixTree, schedule: Schedule, footprint: Footprint, head_starts: IntArray | None = None
 ) -> Iterator[LiveBytes]:
     """Yield the live bytes during and after every op of a legal schedule."""
-    graphs: dict[Chunk, float] = {}
-    stored: dict[Chunk, float] = {}  # KV and results of attention, until they are part of a graph
-    total = 0.0
+    kept = 0.0
     for event in interpret(tree, schedule, head_starts):
-        before, running = total, footprint.while_running(event.op.graph, event.work)
-        match event.op:
-            case Anchor(chunk, _, kv) as op if op.keeps:
-                stored[chunk] = footprint.kv(chunk) * kv + footprint.results(chunk) * op.results
-                total += stored[chunk]
-            case Forward(chunk):
-                graphs[chunk] = footprint.graph(event.work)
-                total += graphs[chunk] - stored.pop(chunk, 0.0)
-            case Backward(chunk):
-                total -= graphs.pop(chunk, 0.0)
-                before = total
+        before, running = kept, footprint.while_running(event.op.graph, event.work)
+        kept = footprint.graph_token * event.held.live + footprint.graph_head * event.heads
+        kept += footprint.kv_token * event.held.stored + footprint.result_token * event.results
+        if event.op.graph == "backward":  # its working memory includes its graph
+            before = kept
         in_states = footprint.state * (event.states + event.state_gradients)
-        yield LiveBytes(total, max(before + running, total) + in_states)
+        yield LiveBytes(kept, max(before + running, kept) + in_states, event.held)

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from dta_compile.errors import PlanError
 from dta_compile.plan.cost import Limits
+from dta_compile.plan.events import Held, interpret
 from dta_compile.plan.peak_memory import bytes_by_op
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Pop, Restore, Schedule, extent
-from dta_compile.plan.simulate import interpret
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.lexicographic import as_integers, each
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
@@ -37,23 +37,13 @@ NAME_TOKENS = 12  # tokens after a marker that are searched for the name of the 
 NAMES = {"system": "system", "developer": "system", "user": "user", "assistant": "answer", "model": "answer"}
 NAMES |= {"tool": "tool", "ipython": "tool", "observation": "tool"}
 KINDS = tuple(kind.__name__.lower() for kind in (Anchor, Forward, Restore, Pop, Attach, Backward))
+# State of a chunk after a run of a graph, as `assets/schedule.js` numbers them: run, graph live, KV kept, done.
+STATES, KV_KEPT = {"cache_only": 1, "forward_only": 1, "forward": 2, "backward": 4}, 3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Known:
-    """Optional data of a plan's sequences, besides their tree.
-
-    Attributes:
-        sequences: token ids of every sequence.
-        tokenizer: decodes them (see `dta_compile.views.page.decoder`).
-        rewards: a number for every sequence.
-        loss_masks: tokens that are trained on, for every sequence: a boolean mask `[n]`, or half-open ranges.
-        names: name of every sequence.
-        images: their images.
-        thumbnails: contents of picture files, or their paths, by image.
-        losses: where sharing is lost (`dta_compile.divergence.Losses`).
-        device: name and bytes of the device, and the predicted peak bytes of the step.
-    """
+    """Optional data of a plan's sequences, besides their tree: arguments of `Plan.to_html`, which describes them."""
 
     sequences: Iterable[Any] | None = None
     tokenizer: Any = None
@@ -115,21 +105,20 @@ def _segments(tree: PrefixTree) -> dict[str, Column]:
 def _ops(tree: PrefixTree, schedule: Schedule) -> dict[str, Column]:
     """Return columns by op, and runs of tree tokens that are forwarded equally often or written by one chunk.
 
-    By op: kind, index of its distinct chunk or slice, sequence whose path is on the stack after it. `partFirst` points
-    from a chunk or slice to its ranges of tree tokens, `attachFirst` from an op to its sequences.
+    By op: kind, index of its distinct chunk or slice, state of its chunk, sequence whose path is on the stack after it.
+    `partFirst` points from a chunk or slice to its ranges of tree tokens, `attachFirst` from an op to its sequences.
     """
     parts: dict[Chunk | Slice, int] = {}
-    kinds, part_of, stack, attached = [], [], [], []
+    kinds, part_of, states, stack, attached = [], [], [], [], []
     times, owner = np.zeros(tree.num_rows + 1, np.int64), np.full(tree.num_rows, -1, np.int64)
-    path = -1
-    for op in schedule.ops:
+    for event in interpret(tree, schedule):
+        op = event.op
         kinds.append(KINDS.index(type(op).__name__.lower()))
         part = extent(op)
         number = -1 if part is None else parts.setdefault(part, len(parts))
         part_of.append(number)
-        spine = part.spine if isinstance(part, Chunk) and not isinstance(op, Backward) else None
-        path = spine.sequence if spine is not None else op.part.sequence if isinstance(op, Restore) else path
-        stack.append(path)
+        states.append(KV_KEPT if getattr(op, "kv", False) else STATES.get(op.graph, 0))
+        stack.append(event.sequence)
         attached.append(op.sequences if isinstance(op, Attach) else ())
         if isinstance(op, (Anchor, Forward)):
             for start, stop in tree.chunk_ranges(op.chunk):
@@ -140,6 +129,7 @@ def _ops(tree: PrefixTree, schedule: Schedule) -> dict[str, Column]:
     return {
         "kind": np.array(kinds, np.int64),
         "part": np.array(part_of, np.int64),
+        "state": np.array(states, np.int64),
         "stackSequence": np.array(stack, np.int64),
         "attachFirst": _offsets(attached),
         "attached": np.array([sequence for group in attached for sequence in group], np.int64),
@@ -165,11 +155,12 @@ def _offsets(groups: Sequence[Sequence[Any]]) -> IntArray:
 
 def _levels(tree: PrefixTree, schedule: Schedule, limits: Limits) -> dict[str, Column]:
     """Return the tokens held after every op and, where known, the bytes kept after it and live while it runs."""
-    held = np.array([event.held for event in interpret(tree, schedule)], np.int64).reshape(-1, 3)
-    columns: dict[str, Column] = dict(zip(("stack", "live", "stored"), held.T, strict=True))
+    live = list(bytes_by_op(tree, schedule, limits.footprint, limits.head_starts))
+    columns: dict[str, Column] = {
+        name: np.array([getattr(op.held, name) for op in live], np.int64) for name in Held._fields
+    }
     if not limits.footprint.counts_tokens:
-        live = np.array(list(bytes_by_op(tree, schedule, limits.footprint, limits.head_starts)), np.float64)
-        columns |= dict(zip(("keptBytes", "peakBytes"), live.reshape(-1, 2).T, strict=True))
+        columns |= {"keptBytes": np.array([op.kept for op in live]), "peakBytes": np.array([op.peak for op in live])}
     return columns
 
 

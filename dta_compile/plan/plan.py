@@ -89,11 +89,7 @@ class Plan:
             ops=simulation.ops,
             launches=simulation.launches,
             tokens_forwarded_twice=simulation.recomputed_tokens,
-            peak_stack_tokens=simulation.peak_stack_tokens,
-            peak_live_tokens=simulation.peak_live_tokens,
-            peak_stored_tokens=simulation.peak_stored_tokens,
-            peak_states=simulation.peak_states,
-            peak_state_gradients=simulation.peak_state_gradients,
+            **simulation.peaks,
         )
 
     @property

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dta_compile.plan.events import Work
 from dta_compile.plan.schedule import Forward, Op, Schedule
-from dta_compile.plan.simulate import Work
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.plan.tree.split_prefixes import Images
 

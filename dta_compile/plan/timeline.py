@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from dta_compile.plan.cost import Limits
+from dta_compile.plan.events import Work, interpret
 from dta_compile.plan.peak_memory import bytes_by_op
-from dta_compile.plan.schedule import Attach, Op, Restore, Schedule, extent, format_op
-from dta_compile.plan.simulate import Work, interpret
+from dta_compile.plan.schedule import Attach, Op, Schedule, extent, format_op
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.views.traces.chrome import TICKS, Event, Process, as_speedscope
@@ -45,8 +45,8 @@ def op_costs(tree: PrefixTree, schedule: Schedule, limits: Limits) -> Iterator[O
     cost = limits.cost
     for event in interpret(tree, schedule, limits.head_starts):
         rates = cost.backward if event.op.graph == "backward" else cost.forward
-        restored = event.op.part.tokens if isinstance(event.op, Restore) else 0
-        yield OpCost(event.op, event.work, rates.seconds(event.work) if event.op.graph else cost.restore * restored)
+        seconds = rates.seconds(event.work) if event.op.graph else cost.restore * event.restored
+        yield OpCost(event.op, event.work, seconds)
 
 
 def processes(
@@ -113,14 +113,12 @@ def _short(op: Op) -> str:
 def _levels(tree: PrefixTree, schedule: Schedule, limits: Limits) -> list[dict[str, float]]:
     """Return the tokens held after every op by counter name, and bytes where they are known."""
     footprint = limits.footprint
-    levels: list[dict[str, float]] = [
-        {f"{name} tokens": tokens for name, tokens in event.held._asdict().items()}
-        for event in interpret(tree, schedule)
-    ]
-    if not footprint.counts_tokens:
-        for level, live in zip(levels, bytes_by_op(tree, schedule, footprint, limits.head_starts), strict=True):
-            level["live bytes"] = live.kept + footprint.kv_token * level["stack tokens"]
-            level["peak bytes of the op"] = live.peak + footprint.kv_token * level["stack tokens"]
+    levels: list[dict[str, float]] = []
+    for live in bytes_by_op(tree, schedule, footprint, limits.head_starts):
+        levels.append({f"{name} tokens": tokens for name, tokens in live.held._asdict().items()})
+        if not footprint.counts_tokens:
+            stack = footprint.kv_token * live.held.stack
+            levels[-1] |= {"live bytes": live.kept + stack, "peak bytes of the op": live.peak + stack}
     return levels
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from bisect import bisect_left, bisect_right
+import math
+from bisect import bisect_right
 from itertools import pairwise
 from typing import NoReturn
 
 import numpy as np
 
 from dta_compile.errors import ScheduleError
-from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule
+from dta_compile.plan.events import Interpreter
+from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule, extent
 from dta_compile.plan.simulate import Simulation, by_group, simulate
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
@@ -22,7 +24,13 @@ _WINDOW = 6  # rows of the listing shown on either side of the offending one
 def verify(
     tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None, states: bool = False
 ) -> Simulation:
-    """Replay `schedule` against `tree`, and return its counts (see `simulate`).
+    """Like `check`; return the counts of the schedule (see `simulate`)."""
+    check(tree, schedule, states)
+    return simulate(tree, schedule, head_starts)
+
+
+def check(tree: PrefixTree, schedule: Schedule, states: bool = False) -> None:
+    """Replay `schedule` against `tree`.
 
     `states`: the model has running states, so every chunk must find the state at its start on the stack.
 
@@ -32,16 +40,15 @@ def verify(
     """
     if schedule.groups:
         _check_groups(tree, schedule)
-        for part, run, starts in by_group(tree, schedule, head_starts):
-            verify(part, run, starts, states)
-        return simulate(tree, schedule, head_starts)
+        for part, run, _ in by_group(tree, schedule):
+            check(part, run, states)
+        return
     for _, kind in schedule.kinds:
         replay = _Replay(tree, kind, states)
         if kind.chunks != schedule.chunks:
             expected, got = (" ".join(map(str, side.chunks)) for side in (schedule, kind))
             replay.fail("all parts of a sweep of stages run the same chunks", expected, got)
         replay.run()
-    return simulate(tree, schedule, head_starts)
 
 
 def _check_groups(tree: PrefixTree, schedule: Schedule) -> None:
@@ -54,29 +61,23 @@ def _check_groups(tree: PrefixTree, schedule: Schedule) -> None:
         replay.fail("every sequence is in one group", f"s0..s{len(tree.lengths) - 1}", got or "none")
 
 
-class _Replay:
-    """Abstract state that the rules refer to; arrays have one entry per tree row unless stated otherwise.
+class _Replay(Interpreter):
+    """Interpreter that checks every op before it runs; arrays have one entry per tree row unless stated otherwise.
 
     The rows with waiting gradients, not yet backpropagated, are always the first `gradient_depth` tokens of the stack.
     """
 
     def __init__(self, tree: PrefixTree, schedule: Schedule, has_states: bool) -> None:
-        self.tree, self.schedule, self.has_states = tree, schedule, has_states
+        super().__init__(tree, schedule)
+        self.tree = tree
+        self.sequence = 0  # that errors name while the stack is empty
+        self.schedule, self.has_states = schedule, has_states
         self.by_stages = schedule.sweep == "stages"
         self.crossed = frozenset(schedule.chunks) if self.by_stages else frozenset()
-        self.position = 0  # in schedule.ops
-        self.sequence, self.depth = 0, 0  # the stack holds the first `depth` tokens of `sequence`
-        self.states: list[int] = []  # ascending depths of the stack at which it holds the running state
         self.gradient_depth = 0
         self.written = np.zeros(tree.num_rows, np.bool_)
         self.finished = np.zeros(tree.num_rows, np.bool_)  # backpropagated
-        self.graph = np.zeros(tree.num_rows, np.int32)  # number of the run whose live graph covers the row, 0 for none
-        self.kept = np.zeros(tree.num_rows, np.int32)  # number of the run that keeps the row's KV, 0 for none
-        self.kept_spines: dict[int, IntArray] = {}  # rows of a kept spine, by its first row
-        self.kept_states: dict[int, tuple[int, ...]] = {}  # depths of the states that a run keeps, by its number
-        self.live: dict[Chunk, int] = {}  # chunk -> number of the run that made its graph
-        self.results: set[Chunk] = set()  # chunks whose results of attention are kept
-        self.runs = 0  # forward and anchor ops so far; numbered from 1
+        self.graph = np.full(tree.num_rows, -1)  # position of the op whose live graph covers the row, -1 for none
         self.attached = np.zeros(len(tree.lengths), np.bool_)  # per sequence
         self.complete = np.zeros(len(tree.stop), np.bool_)  # per node: all outputs of its path are written
         self.last_row = tree.row + tree.stop - tree.start - 1  # per node
@@ -84,17 +85,19 @@ class _Replay:
         self.parent_row[tree.row] = np.where(tree.parent < 0, -1, self.last_row[tree.parent])
         self.children = np.bincount(self.parent_row[self.parent_row >= 0], minlength=tree.num_rows)
         self.counts = np.zeros(tree.num_rows + 1, np.int64)  # scratch; the last entry is for row -1
+        # Of every chunk that has been checked by itself: its rows, and the children inside the chunk of each.
+        self.checked: dict[Chunk, tuple[IntArray, IntArray]] = {}
         self.open_children = self.children.copy()  # not backpropagated yet
         # Number of sequences that end at the row and are not attached yet.
         self.unattached = np.bincount(self.last_row[tree.end_node[tree.end_node >= 0]], minlength=tree.num_rows)
 
     def run(self) -> None:
         for op in self.schedule.ops:
+            self.check(op)
             self.step(op)
-            self.position += 1
         self.check_end()
 
-    def step(self, op: Op) -> None:
+    def check(self, op: Op) -> None:
         match op:
             case Attach(sequences):
                 self.attach(sequences)
@@ -127,27 +130,35 @@ class _Replay:
 
     def check_chunk(self, chunk: Chunk) -> IntArray:
         """Check a chunk by itself, and return its rows, slice after slice."""
-        if not chunk.slices:
-            self.fail("a chunk has slices", "a spine or a branch", "neither")
-        for part in chunk.slices:
-            self.check_slice(part)
-        self.check_size(chunk.tokens)
+        if chunk not in self.checked:
+            self.checked[chunk] = self.check_slices(chunk)
         if self.by_stages and self.attached.any() and chunk not in self.crossed:
             self.fail(
                 "the second half of a sweep of stages runs chunks of the first, whose hidden states are there",
                 ", ".join(map(str, list(self.crossed)[:4])),
                 str(chunk),
             )
-        rows = np.concatenate([self.tree.rows(part.sequence, part.start, part.stop) for part in chunk.slices])
-        if chunk.branches:
-            self.check_packed(chunk, rows)
-        return rows
+        return self.checked[chunk][0]
 
-    def check_packed(self, chunk: Chunk, rows: IntArray) -> None:
+    def check_slices(self, chunk: Chunk) -> tuple[IntArray, IntArray]:
+        if not chunk.slices:
+            self.fail("a chunk has slices", "a spine or a branch", "neither")
+        for part in chunk.slices:
+            self.check_slice(part)
+        self.check_size(chunk.tokens)
+        rows = np.concatenate([self.tree.rows(part.sequence, part.start, part.stop) for part in chunk.slices])
+        self.counts[rows] = numbers = np.arange(len(rows))
+        if (self.counts[rows] != numbers).any():
+            self.fail("slices of a chunk do not overlap", "distinct tokens", str(chunk))
+        self.counts[rows] = 0
+        inside = self.children_inside(rows)
+        if chunk.branches:
+            self.check_packed(chunk, rows, inside)
+        return rows, inside
+
+    def check_packed(self, chunk: Chunk, rows: IntArray, inside: IntArray) -> None:
         """Check that branches continue the stack or an earlier slice, and have all their descendants in the chunk."""
         first = chunk.slices[0]
-        if len(np.unique(rows)) < len(rows):
-            self.fail("slices of a chunk do not overlap", "distinct tokens", str(chunk))
         for part, segment in zip(chunk.slices, segments(self.tree, chunk), strict=True):
             if segment.parent < 0 and not (
                 part.start == chunk.start and self.tree.same_path(first.sequence, part.sequence, part.start)
@@ -157,7 +168,7 @@ class _Replay:
                     f"above {part} a token of the chunk, or s{first.sequence}[0:{chunk.start}]",
                     str(chunk),
                 )
-        outside = (self.children[rows] - self.children_inside(rows))[chunk.spine.tokens if chunk.spine else 0 :]
+        outside = (self.children[rows] - inside)[chunk.spine.tokens if chunk.spine else 0 :]
         if outside.any():
             self.fail(
                 "what continues a branch lies in its chunk",
@@ -174,8 +185,8 @@ class _Replay:
                 self.stack(),
             )
 
-    def push(self, part: Slice) -> None:
-        """Cut the stack to the start of `part`, and push `part`."""
+    def check_push(self, part: Slice) -> None:
+        """Check that the stack can be cut to the start of `part`, and `part` be pushed."""
         self.check_prefix(part)
         depth = part.start
         if depth < self.gradient_depth and self.tree.same_path(
@@ -183,26 +194,22 @@ class _Replay:
         ):
             depth = part.stop  # recomputed KV of the same tokens keeps their waiting gradients
         self.check_gradients(depth)
-        self.sequence, self.depth = part.sequence, part.stop
-        self.cut_states(part.start)
-
-    def cut_states(self, depth: int) -> None:
-        del self.states[bisect_right(self.states, depth) :]
 
     def check_state(self, chunk: Chunk) -> None:
         """Check that the stack holds the running state at a chunk's start; `check_prefix` has checked the path."""
         if not self.has_states or chunk.start == 0:
             return
-        at = bisect_left(self.states, chunk.start)
-        if self.states[at : at + 1] != [chunk.start]:
+        at = bisect_right(self.states, (chunk.start, math.inf))
+        if at == 0 or self.states[at - 1][0] != chunk.start:
+            depths = ", ".join(str(depth) for depth, _ in self.states[:at])
             self.fail(
                 "the stack holds the running state at the start of a chunk",
                 f"the state at depth {chunk.start} of s{chunk.slices[0].sequence}",
-                f"states at {', '.join(map(str, self.states))}" if self.states else "no states",
+                f"states at {depths}" if depths else "no states",
             )
 
-    def put_states(self, op: Anchor | Forward) -> None:
-        """Push the running states of a chunk's spine, which is the top of the stack."""
+    def check_states(self, op: Anchor | Forward) -> None:
+        """Check the depths of the running states that a chunk's spine keeps."""
         spine, states = op.chunk.spine, op.states
         if spine is None:
             self.fail("running states are kept of a spine", "no states, or a spine", str(op.chunk))
@@ -212,7 +219,6 @@ class _Replay:
                 f"ascending, {spine.start} < depth <= {spine.stop}",
                 ", ".join(map(str, states)),
             )
-        self.states += states
 
     def check_gradients(self, depth: int) -> None:
         if depth < self.gradient_depth:
@@ -226,62 +232,42 @@ class _Replay:
         if chunk.spine is None:
             self.check_prefix(chunk.slices[0])
         else:
-            self.push(chunk.spine)
+            self.check_push(chunk.spine)
         self.check_state(chunk)
         if op.states:
-            self.put_states(op)
+            self.check_states(op)
         if isinstance(op, Forward):
-            self.results.discard(chunk)
             self.check_graph(chunk, rows)
-            self.live[chunk] = self.runs + 1
-            self.graph[rows] = self.runs + 1
+            self.graph[rows] = self.position
         elif op.kv and (self.schedule.mode != "transparent" or chunk.spine is None or not op.out):
             self.fail(
                 "KV is kept for a spine from the first to the second phase",
                 "transparent mode, a spine, out",
                 str(op.chunk),
             )
-        elif op.results:
-            self.keep_results(op)
-        self.runs += 1
-        if chunk.spine is not None and (isinstance(op, Forward) or op.kv):
-            self.keep(rows[: chunk.spine.tokens])
-            self.kept_states[self.runs] = op.states
-        if op.out:
-            self.written[rows] = True
-
-    def keep(self, spine: IntArray) -> None:
-        """Keep the KV of a spine, replacing that of an earlier spine with the same first token."""
-        before = self.kept_spines.get(int(spine[0]))
-        if before is not None:
-            self.kept[before] = 0
-        self.kept_spines[int(spine[0])] = spine
-        self.kept[spine] = self.runs
-
-    def keep_results(self, op: Anchor) -> None:
-        if not self.by_stages or self.schedule.mode != "transparent" or not op.out:
+        elif op.results and (not self.by_stages or self.schedule.mode != "transparent" or not op.out):
             self.fail(
                 "results of attention are kept from the first to the second half of a sweep of stages",
                 "transparent mode, a sweep of stages, out",
                 str(op.chunk),
             )
-        self.results.add(op.chunk)
+        if op.out:
+            self.written[rows] = True
 
     def check_graph(self, chunk: Chunk, rows: IntArray) -> None:
         if self.schedule.mode == "score":
             self.fail("scoring keeps no graphs", "anchor", "forward")
         if self.finished[rows].any():
             self.fail("every token is backpropagated once", "tokens before their backward", f"{chunk} is done")
-        if self.graph[rows].any():
-            self.fail("a token has one live graph", "no live graph", f"a graph of {self.owner(rows)}")
+        owner = int(self.graph[rows].max())
+        if owner >= 0:
+            got = f"a graph of {extent(self.schedule.ops[owner])}"
+            self.fail("a token has one live graph", "no live graph", got)
 
     def restore(self, part: Slice) -> None:
-        owners = self.kept[self.tree.rows(part.sequence, part.start, part.stop)]
-        if owners[0] == 0 or (owners != owners[0]).any():
+        if self.kept.of(part) is None:
             self.fail("a restore copies from one spine that is kept", f"kept KV that covers {part}", self.graphs_text())
-        self.push(part)
-        kept = self.kept_states[int(owners[0])]
-        self.states += kept[bisect_right(kept, part.start) : bisect_right(kept, part.stop)]
+        self.check_push(part)
 
     def attach(self, sequences: tuple[int, ...]) -> None:
         if self.schedule.mode == "transparent" and (self.attached.any() or self.finished.any()):
@@ -337,14 +323,13 @@ class _Replay:
                 )
             self.gradient_depth = chunk.start
         self.finished[rows] = True
-        self.graph[rows] = self.kept[rows] = 0
-        del self.live[chunk]
+        self.graph[rows] = -1
         if chunk.start:
             above = self.parent_row[rows[0]]
             self.open_children[above] -= np.count_nonzero(self.parent_row[rows] == above)
 
     def check_descendants(self, chunk: Chunk, rows: IntArray) -> None:
-        open_below = self.open_children[rows] - self.children_inside(rows)
+        open_below = self.open_children[rows] - self.checked[chunk][1]
         if open_below.any():
             worst = int(rows[np.flatnonzero(open_below)[-1]])
             self.fail(
@@ -369,8 +354,6 @@ class _Replay:
         if part.stop != self.depth or not self.tree.same_path(self.sequence, part.sequence, self.depth):
             self.fail("pop takes what is on top of the stack", f"s{self.sequence}[..:{self.depth}]", str(part))
         self.check_gradients(part.start)
-        self.depth = part.start
-        self.cut_states(self.depth)
 
     def check_end(self) -> None:
         if self.depth:
@@ -391,10 +374,6 @@ class _Replay:
 
     def graphs_text(self) -> str:
         return ", ".join(str(chunk) for chunk in list(self.live)[:4]) or "no live graph"
-
-    def owner(self, rows: IntArray) -> str:
-        number = self.graph[rows].max()
-        return next(str(chunk) for chunk, n in self.live.items() if n == number)
 
     def unattached_text(self, rows: IntArray) -> str:
         ends = self.tree.end_node[~self.attached]

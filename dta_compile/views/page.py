@@ -10,10 +10,11 @@ from __future__ import annotations
 import base64
 import dataclasses
 import html
+import itertools
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from types import MappingProxyType
 from typing import Any
@@ -176,17 +177,17 @@ def tokens_in(
     if decode is None:
         return Tokens(entries, ids, (), ends)
     tokens = _with_texts(Tokens(entries, ids, (), ends), decode, _neighbours(lengths, kept))
-    return _with_units(tokens, np.flatnonzero(kept), units) if units else tokens
+    edges = np.searchsorted(np.flatnonzero(kept), np.array(list(units), np.int64).reshape(-1, 2)).tolist()
+    return _spelled(tokens, zip(itertools.starmap(range, edges), units.values(), strict=True))
 
 
-def _with_units(tokens: Tokens, positions: Integers, units: Mapping[tuple[int, int], str]) -> Tokens:
-    """Give the first token of each unit its text, and the others none, as in a character of several tokens."""
+def _spelled(tokens: Tokens, spans: Iterable[tuple[Sequence[int] | Integers, str]]) -> Tokens:
+    """Give the first token of each span (places among the kept tokens) the span's text, and its other tokens none."""
     entries, known = tokens.entries.copy(), len(tokens.ids)
     added: dict[tuple[int, str], int] = {}
-    for (start, stop), text in units.items():
-        first, last = np.searchsorted(positions, (start, stop)).tolist()
-        for place in range(first, last):
-            piece = int(tokens.ids[tokens.entries[place]]), text if place == first else ""
+    for places, text in spans:
+        for place in places:
+            piece = int(tokens.ids[tokens.entries[place]]), text if place == places[0] else ""
             entries[place] = added.setdefault(piece, known + len(added))
     ids = np.concatenate([tokens.ids, np.array([number for number, _ in added], np.int64)])
     return Tokens(entries, ids, (*tokens.texts, *(text for _, text in added)), tokens.ends)
@@ -248,18 +249,17 @@ def _by_frequency(tokens: npt.NDArray[Any]) -> tuple[Integers, Integers]:
 
 def _with_texts(tokens: Tokens, decode: Decode, continues: npt.NDArray[np.bool_]) -> Tokens:
     ids = tokens.ids.tolist()
-    texts = list(_texts(ids, decode))
-    entries = tokens.entries.copy()
+    texts = tuple(_texts(ids, decode))
     broken = np.array([UNKNOWN in text for text in texts], np.bool_)
-    added: dict[tuple[int, str], int] = {}
     known: dict[tuple[int, ...], str] = {}
-    for group in _runs(np.flatnonzero(broken[entries]) if broken.any() else np.zeros(0, np.int64), continues):
-        for start, stop, text in _whole_characters([ids[entry] for entry in tokens.entries[group]], decode, known):
-            for position in range(start, stop):
-                piece = (int(tokens.ids[tokens.entries[group[position]]]), text if position == start else "")
-                entries[group[position]] = added.setdefault(piece, len(ids) + len(added))
-    more = np.array([number for number, _ in added], np.int64)
-    return Tokens(entries, np.concatenate([tokens.ids, more]), (*texts, *(text for _, text in added)), tokens.ends)
+    return _spelled(
+        dataclasses.replace(tokens, texts=texts),
+        (
+            (group[start:stop], text)
+            for group in _runs(np.flatnonzero(broken[tokens.entries]), continues)
+            for start, stop, text in _whole_characters([ids[entry] for entry in tokens.entries[group]], decode, known)
+        ),
+    )
 
 
 def _texts(ids: Sequence[int], decode: Decode) -> Iterator[str]:

@@ -22,8 +22,8 @@ from dta_compile.plan import (
     verify,
 )
 from dta_compile.plan.cost import CANDIDATES, choose
+from dta_compile.plan.events import chunk_work
 from dta_compile.plan.schedule import MODES
-from dta_compile.plan.simulate import chunk_work
 
 SHARED = PrefixTree.build([[1] * 20 + [n] * 5 for n in range(8)])
 TOKENS_ONLY = CostModel(Rates(0, 0, 1, 0, 0), Rates(0, 0, 2, 0, 0), restore=0, source="by hand")

@@ -2,6 +2,7 @@ import pytest
 
 from dta_compile.errors import ScheduleError
 from dta_compile.plan import PrefixTree, Schedule, Simulation, Work, verify
+from dta_compile.plan.events import interpret
 from tests.support.execution import execute
 
 # s0 to s2 share 1 2, s1 and s2 also 6; s3 forks from the first token.
@@ -69,6 +70,10 @@ def test_kept_kv_and_head_rows_are_counted():
     assert (simulation.peak_stored_tokens, simulation.peak_live_tokens) == (2 + 1, 3)
     assert (simulation.restored_tokens, simulation.recomputed_tokens) == (2 + 1, 2 + 1 + 3)
     assert (simulation.forward.heads, simulation.backward.heads) == (15 - 2, 9 - 1)
+    stored = [event.held.stored for event in interpret(TREE, schedule)]
+    assert stored == [2] + [3] * 10 + [2] * 2 + [0] * 3, "until the chunk's graph, which has it, is there"
+    again = schedule_of(KEPT.replace("anchor s1[2:3] out kv", "anchor s1[2:3] out kv\n" * 2))
+    assert verify(TREE, again).peak_stored_tokens == 2 + 1, "what is kept twice is there once"
 
 
 # (rule, text of LEGAL that is replaced, by what, the row that is then wrong, what the error got)

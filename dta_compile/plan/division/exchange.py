@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -95,16 +95,24 @@ class Groups:
         """Return the sort key of the division: the largest cost of a group, then the sum of all costs."""
         return int(self.costs.max()), sum(self.costs.tolist())
 
-    def improve(self) -> bool:
-        """Make the most expensive group cheaper without making another as expensive; return False if none can."""
-        heavy = int(np.argmax(self.costs))
-        for trade in self.trades(heavy)[:_TRIES]:
-            mine, theirs = self.after(heavy, trade)
-            if max(mine.cost, theirs.cost) < self.costs[heavy]:
-                self.take(heavy, mine)
-                self.take(trade.partner, theirs)
-                return True
-        return False
+    def improve(
+        self, prices: list[float] | IntArray, price: Callable[[Group], float], each: int = 1, tries: int = _TRIES
+    ) -> tuple[bool, int]:
+        """Make the group of the highest price cheaper without making another as expensive, and update `prices`.
+
+        Returns whether one of the first `tries` trades did, and the number of members of the groups that were priced.
+        """
+        heavy, members = int(np.argmax(prices)), 0
+        for trade in self.trades(heavy, each)[:tries]:
+            both = self.after(heavy, trade)
+            members += sum(len(group.members) for group in both)
+            new = [price(group) for group in both]
+            if max(new) < prices[heavy]:
+                for number, group, cost in zip((heavy, trade.partner), both, new, strict=True):
+                    self.take(number, group)
+                    prices[number] = cost
+                return True, members
+        return False, members
 
     def trades(self, heavy: int, each: int = 1) -> list[Trade]:
         """Return candidate trades of group `heavy`, best estimate first: `each` gifts and `each` swaps per partner."""
@@ -178,7 +186,7 @@ class Groups:
 def exchange(groups: Groups, target: int, rounds: int) -> bool:
     """Improve a division for at most `rounds` exchanges; return whether its largest cost is at most `target`."""
     for _ in range(rounds):
-        if groups.costs.max() <= target or not groups.improve():
+        if groups.costs.max() <= target or not groups.improve(groups.costs, lambda group: group.cost)[0]:
             break
     return int(groups.costs.max()) <= target
 

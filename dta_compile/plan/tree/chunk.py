@@ -47,7 +47,7 @@ class Chunk:
     @property
     def start(self) -> int:
         """Depth at which the chunk continues the stack."""
-        return self.slices[0].start
+        return (self.spine or self.branches[0]).start
 
     @property
     def tokens(self) -> int:

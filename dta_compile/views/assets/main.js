@@ -80,15 +80,7 @@ class App {
   }
 
   usesState(state) {
-    const { kinds } = this.schedule;
-    const has = (kind) => this.tree.kind.includes(kinds.indexOf(kind));
-    return [
-      true,
-      has("anchor"),
-      has("forward"),
-      this.schedule.lines.some((line) => / kv\b/.test(line)),
-      has("backward"),
-    ][state];
+    return state === PENDING || this.tree.state.includes(state);
   }
 
   controls() {

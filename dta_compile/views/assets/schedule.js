@@ -1,6 +1,6 @@
 // The schedule: tokens that each op runs and holds, and the state of every chunk at the current op.
 
-const [PENDING, RUN, LIVE, KEPT, DONE] = [0, 1, 2, 3, 4];
+const [PENDING, RUN] = [0, 1]; // then: graph live, KV kept, done
 
 class Schedule {
   constructor(tree) {
@@ -22,7 +22,7 @@ class Schedule {
   }
 
   runs(op) {
-    return ["anchor", "forward", "backward"].includes(this.kindOf(op));
+    return this.tree.state[op] > PENDING;
   }
 
   moveTo(op) {
@@ -34,18 +34,8 @@ class Schedule {
   }
 
   step(op) {
-    const part = this.tree.part[op];
-    switch (this.kindOf(op)) {
-      case "anchor":
-        if (/ kv\b/.test(this.lines[op])) this.states[part] = KEPT;
-        else if (this.states[part] === PENDING) this.states[part] = RUN;
-        break;
-      case "forward":
-        this.states[part] = LIVE;
-        break;
-      case "backward":
-        this.states[part] = DONE;
-    }
+    const { part, state } = this.tree;
+    if (state[op] > RUN || this.states[part[op]] === PENDING) this.states[part[op]] = state[op];
   }
 
   // Call visit(from, to) for the tokens of the tree that an op runs, restores or pops.

@@ -84,6 +84,8 @@ class _Replay:
         self.parent_row[tree.row] = np.where(tree.parent < 0, -1, self.last_row[tree.parent])
         self.children = np.bincount(self.parent_row[self.parent_row >= 0], minlength=tree.num_rows)
         self.counts = np.zeros(tree.num_rows + 1, np.int64)  # scratch; the last entry is for row -1
+        # Of every chunk that has been checked by itself: its rows, and the children inside the chunk of each.
+        self.checked: dict[Chunk, tuple[IntArray, IntArray]] = {}
         self.open_children = self.children.copy()  # not backpropagated yet
         # Number of sequences that end at the row and are not attached yet.
         self.unattached = np.bincount(self.last_row[tree.end_node[tree.end_node >= 0]], minlength=tree.num_rows)
@@ -127,27 +129,35 @@ class _Replay:
 
     def check_chunk(self, chunk: Chunk) -> IntArray:
         """Check a chunk by itself, and return its rows, slice after slice."""
-        if not chunk.slices:
-            self.fail("a chunk has slices", "a spine or a branch", "neither")
-        for part in chunk.slices:
-            self.check_slice(part)
-        self.check_size(chunk.tokens)
+        if chunk not in self.checked:
+            self.checked[chunk] = self.check_slices(chunk)
         if self.by_stages and self.attached.any() and chunk not in self.crossed:
             self.fail(
                 "the second half of a sweep of stages runs chunks of the first, whose hidden states are there",
                 ", ".join(map(str, list(self.crossed)[:4])),
                 str(chunk),
             )
-        rows = np.concatenate([self.tree.rows(part.sequence, part.start, part.stop) for part in chunk.slices])
-        if chunk.branches:
-            self.check_packed(chunk, rows)
-        return rows
+        return self.checked[chunk][0]
 
-    def check_packed(self, chunk: Chunk, rows: IntArray) -> None:
+    def check_slices(self, chunk: Chunk) -> tuple[IntArray, IntArray]:
+        if not chunk.slices:
+            self.fail("a chunk has slices", "a spine or a branch", "neither")
+        for part in chunk.slices:
+            self.check_slice(part)
+        self.check_size(chunk.tokens)
+        rows = np.concatenate([self.tree.rows(part.sequence, part.start, part.stop) for part in chunk.slices])
+        self.counts[rows] = numbers = np.arange(len(rows))
+        if (self.counts[rows] != numbers).any():
+            self.fail("slices of a chunk do not overlap", "distinct tokens", str(chunk))
+        self.counts[rows] = 0
+        inside = self.children_inside(rows)
+        if chunk.branches:
+            self.check_packed(chunk, rows, inside)
+        return rows, inside
+
+    def check_packed(self, chunk: Chunk, rows: IntArray, inside: IntArray) -> None:
         """Check that branches continue the stack or an earlier slice, and have all their descendants in the chunk."""
         first = chunk.slices[0]
-        if len(np.unique(rows)) < len(rows):
-            self.fail("slices of a chunk do not overlap", "distinct tokens", str(chunk))
         for part, segment in zip(chunk.slices, segments(self.tree, chunk), strict=True):
             if segment.parent < 0 and not (
                 part.start == chunk.start and self.tree.same_path(first.sequence, part.sequence, part.start)
@@ -157,7 +167,7 @@ class _Replay:
                     f"above {part} a token of the chunk, or s{first.sequence}[0:{chunk.start}]",
                     str(chunk),
                 )
-        outside = (self.children[rows] - self.children_inside(rows))[chunk.spine.tokens if chunk.spine else 0 :]
+        outside = (self.children[rows] - inside)[chunk.spine.tokens if chunk.spine else 0 :]
         if outside.any():
             self.fail(
                 "what continues a branch lies in its chunk",
@@ -344,7 +354,7 @@ class _Replay:
             self.open_children[above] -= np.count_nonzero(self.parent_row[rows] == above)
 
     def check_descendants(self, chunk: Chunk, rows: IntArray) -> None:
-        open_below = self.open_children[rows] - self.children_inside(rows)
+        open_below = self.open_children[rows] - self.checked[chunk][1]
         if open_below.any():
             worst = int(rows[np.flatnonzero(open_below)[-1]])
             self.fail(

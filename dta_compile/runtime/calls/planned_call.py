@@ -222,13 +222,12 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool], groups: int = 1) ->
     running = max(_peak_bytes(call, rows, plan, limits, wanted), in_flight)
     plan.estimates.peak_bytes = gathered + _prologue_bytes(call) + running
     needed = [mask if is_wanted else None for mask, is_wanted in zip(read.used, wanted, strict=True)]
-    layout = BatchLayout.of(
-        executable.frontier, rows, needed, call.window, call.device, by_sequence=mode == "streaming"
-    )
+    windows = [call.window(value.layout.frame) for value in executable.frontier]
+    layout = BatchLayout(executable.frontier, rows, masks.valid, needed, windows, call.device, mode == "streaming")
     fields = call.context, call.args, call.dense, call.batch, call.tokens, call.device
     planned = PlannedCall(*fields, masks=masks, layout=layout, plan=plan, wanted=wanted)
     if plan.schedule.groups:
-        planned = dataclasses.replace(planned, groups=_groups_of(planned, read.head_keys, needed))
+        planned = dataclasses.replace(planned, groups=_groups_of(planned, read.head_keys))
         for group in planned.groups:  # one of each for the whole call
             group.__dict__.update(
                 {name: getattr(planned, name) for name in ("stopwatch", "generated_code", "_runtimes")}
@@ -239,10 +238,11 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool], groups: int = 1) ->
     return planned
 
 
-def _groups_of(call: PlannedCall, head_keys: Sequence[Integers], used: Sequence[Booleans | None]) -> list[PlannedCall]:
+def _groups_of(call: PlannedCall, head_keys: Sequence[Integers]) -> list[PlannedCall]:
     """Return the call over each group of subtrees of its schedule, with rows and maps of its own."""
     plan, rows, groups = call.plan, call.rows, []
-    wanted = np.logical_or.reduce([mask for mask in used if mask is not None] or [np.zeros_like(rows.tokens.valid)])
+    used = [mask for mask in call.layout.used if mask is not None]
+    wanted = np.logical_or.reduce(used or [np.zeros_like(rows.tokens.valid)])
     schedules = by_group(plan.prefix_tree, plan.schedule, plan.limits.head_starts)
     for group, (tree, schedule, starts) in zip(plan.schedule.groups, schedules, strict=True):
         tokens = rows.tokens.of(group.sequences)
@@ -253,7 +253,7 @@ def _groups_of(call: PlannedCall, head_keys: Sequence[Integers], used: Sequence[
         groups.append(
             dataclasses.replace(
                 call,
-                layout=call.layout.of_group(own, used, call.window),
+                layout=dataclasses.replace(call.layout, rows=own),
                 plan=of_group,
                 head_rows=rows.head_rows.reshape(-1)[tokens.places[own.head_positions]],
             )
@@ -281,10 +281,10 @@ def _read(call: Call, wanted: Sequence[bool]) -> _Read:
     for items, tokens_read in ((executable.trunk_inputs, masks.valid), (executable.head_inputs, reads)):
         for item in items:
             require_in_bounds(item, call.dense[item.slot], tokens_read, call.window(item.layout.frame))
-    # Tables with an entry per column of the batch are equal for all rows without padding. Otherwise tables of numbers
-    # become keys by value, and wide tables require that sequences agree on the columns of their tokens. Sequences of a
-    # packed row have no column in common, so there all tables are read.
-    is_even = masks.starts is None and bool(masks.valid.all())
+    # Tables with an entry per column of the batch are equal for all rows without padding before tokens. Otherwise tables
+    # of numbers become keys by value, and wide tables require that sequences agree on the columns of their tokens.
+    # Sequences of a packed row have no column in common, so there all tables are read.
+    is_even = masks.from_first
     tables = [item for item in executable.trunk_keys if not item.layout.is_over_sequences]
     wide = [item for item in tables if masks.starts is None and not _is_one_number(call.dense[item.slot])]
     left_out = tables if is_even else wide

@@ -274,7 +274,7 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Choice:
+class Choice:
     """Candidate schedule with its tree, the limits for that tree, and its counts."""
 
     tree: PrefixTree
@@ -283,7 +283,7 @@ class _Choice:
     simulation: Simulation
 
     @classmethod
-    def of(cls, tree: PrefixTree, options: Options, mode: str, limits: Limits) -> _Choice:
+    def of(cls, tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Choice:
         """Return the schedule of a strategy over a shared tree, or over the unshared one if it is dense."""
         if options.strategy == "dense" and tree.shared:
             unshared = tree.unshared()
@@ -305,15 +305,15 @@ class _Choice:
 def choose(
     tree: PrefixTree, options: Options, mode: str, limits: Limits | None = None
 ) -> tuple[PrefixTree, Schedule, str]:
-    """Like `choose_lazily`, with the reason as text."""
-    run, schedule, reason = choose_lazily(tree, options, mode, limits)
-    return run, schedule, reason()
+    """Like `choose_lazily`; return tree, schedule and reason."""
+    best, reason = choose_lazily(tree, options, mode, limits)
+    return best.tree, best.schedule, reason()
 
 
 def choose_lazily(
     tree: PrefixTree, options: Options, mode: str, limits: Limits | None = None
-) -> tuple[PrefixTree, Schedule, Callable[[], str]]:
-    """Choose strategy, chunk size and sweep, as asked for or else the cheapest; return tree, schedule and reason.
+) -> tuple[Choice, Callable[[], str]]:
+    """Choose strategy, chunk size and sweep, as asked for or else the cheapest, and say why.
 
     A strategy that must hold graphs of more bytes than the budget plus one chunk is no candidate ("vanilla" alone can).
     Strategies are planned only if a lower bound of their cost does not rule them out; the reason, which names all costs,
@@ -332,21 +332,21 @@ def choose_lazily(
         if mode == "transparent" and _may_sweep_stages(best, limits):
             of_strategy = dataclasses.replace(options, strategy=best.schedule.strategy)
             best, why = _best_sweep(tree, of_strategy, mode, limits)
-            return best.tree, best.schedule, lambda: reason() + why
-    return best.tree, best.schedule, reason
+            return best, lambda: reason() + why
+    return best, reason
 
 
-def _may_sweep_stages(by_chunks: _Choice, limits: Limits) -> bool:
+def _may_sweep_stages(by_chunks: Choice, limits: Limits) -> bool:
     if len(limits.parts) < 2 or limits.budget is None or not by_chunks.tree.num_rows:
         return False
     return limits.is_asked_for or by_chunks.simulation.recomputed_tokens > 0
 
 
-def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> tuple[_Choice, str]:
+def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> tuple[Choice, str]:
     """Return the cheaper sweep of one strategy, and a reason that names the least bytes that each sweep needs."""
     assert limits.budget is not None
 
-    def chosen(sweep: str, budget: int) -> _Choice:
+    def chosen(sweep: str, budget: int) -> Choice:
         known = dataclasses.replace(limits.of_sweep(sweep), budget=budget)
         return _choose_for_sweep(tree, dataclasses.replace(options, sweep=sweep), mode, known)[0]
 
@@ -366,20 +366,20 @@ def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -
 
 def _choose_for_sweep(
     tree: PrefixTree, options: Options, mode: str, limits: Limits
-) -> tuple[_Choice, Callable[[], str]]:
+) -> tuple[Choice, Callable[[], str]]:
     """Choose strategy and chunk size for one sweep (see `choose`)."""
     sizes = limits.chunk_sizes if options.chunk_size is None else (options.chunk_size,)
     options = dataclasses.replace(options, chunk_size=sizes[0])
     if options.strategy == "auto":
         best, reason = _cheapest_strategy(tree, options, mode, limits)
     else:
-        best, reason = _Choice.of(tree, options, mode, limits), lambda: "asked for"
+        best, reason = Choice.of(tree, options, mode, limits), lambda: "asked for"
     strategy, larger_sizes = best.schedule.strategy, ""
     for size in sizes[1:] if strategy != "dense" else ():
         if best.tree.num_rows <= best.schedule.chunk_size:
             break
         larger = dataclasses.replace(options, strategy=strategy, chunk_size=size)
-        choice = _Choice.of(tree, larger, mode, limits)
+        choice = Choice.of(tree, larger, mode, limits)
         if choice.seconds < (1 - LEAST_GAIN) * best.seconds:
             before, relative = best.schedule.chunk_size, choice.seconds / best.seconds
             larger_sizes += f"; chunks of {size:,} {relative:.2f} of {before:,}"
@@ -389,12 +389,12 @@ def _choose_for_sweep(
 
 def _cheapest_strategy(
     tree: PrefixTree, options: Options, mode: str, limits: Limits
-) -> tuple[_Choice, Callable[[], str]]:
+) -> tuple[Choice, Callable[[], str]]:
     bounds = _lower_bounds(tree, options, mode, limits)
 
-    def priced(strategy: str) -> tuple[_Choice, str]:
+    def priced(strategy: str) -> tuple[Choice, str]:
         """Return a candidate, and by how much it exceeds the budget: only vanilla does not keep to it."""
-        choice = _Choice.of(tree, dataclasses.replace(options, strategy=strategy), mode, limits)
+        choice = Choice.of(tree, dataclasses.replace(options, strategy=strategy), mode, limits)
         return choice, _excess(choice.simulation, options, limits) if strategy == "vanilla" else ""
 
     best, _ = priced(CANDIDATES[0])

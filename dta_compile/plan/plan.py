@@ -18,13 +18,13 @@ from dta_compile.plan.cost import Limits, choose_lazily
 from dta_compile.plan.peak_memory import Footprint
 from dta_compile.plan.picture import Known, picture
 from dta_compile.plan.schedule import Schedule
-from dta_compile.plan.simulate import Simulation, causal_pairs
+from dta_compile.plan.simulate import Simulation, causal_pairs, simulate
 from dta_compile.plan.summary import Estimates, Stats, scalars, summarize
 from dta_compile.plan.timeline import processes, tree_as_speedscope
 from dta_compile.plan.tree.lexicographic import each
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.plan.tree.split_prefixes import Images, SplitPrefixes, with_keys
-from dta_compile.plan.verify import verify
+from dta_compile.plan.verify import check
 from dta_compile.views.traces.chrome import Process, as_chrome_trace
 
 
@@ -223,9 +223,12 @@ def make_plan(
     """
     shared = sequences if isinstance(sequences, PrefixTree) else PrefixTree.build(sequences)
     limits = limits or Limits()
-    tree, schedule, explain = choose_lazily(shared, options, mode, limits)
-    head_starts = limits.head_starts if tree is shared else None
-    simulation = verify(tree, schedule, head_starts, limits.footprint.has_states)
+    chosen, explain = choose_lazily(shared, options, mode, limits)
+    tree, schedule, simulation = chosen.tree, chosen.schedule, chosen.simulation
+    check(tree, schedule, limits.footprint.has_states)
+    head_starts = limits.head_starts
+    if tree is not shared:  # its head rows were estimated
+        head_starts, simulation = None, simulate(tree, schedule)
     estimates = Estimates(limits.cost.estimate(simulation), limits.cost.source)
     limits = dataclasses.replace(limits, head_starts=head_starts)
     return Plan(tree, schedule, simulation, options, explain, estimates, segments, split, limits)

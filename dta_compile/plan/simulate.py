@@ -118,6 +118,7 @@ class Event(NamedTuple):
 def interpret(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None) -> Iterator[Event]:
     """Run a legal schedule without tensors, op by op; all counts, bytes and times are folds over its events."""
     states = LiveStates(tree, schedule)
+    work_of = functools.cache(lambda chunk, head=True: chunk_work(tree, chunk, head_starts, head))
     stored: dict[Chunk, int] = {}
     with_results: set[Chunk] = set()
     depth = live = kept = 0
@@ -125,19 +126,19 @@ def interpret(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None
         work = Work()
         match op:
             case Anchor(chunk, out):
-                work = chunk_work(tree, chunk, head_starts, out)
+                work = work_of(chunk, out)
                 if op.kv and chunk.spine is not None:
                     stored[chunk] = chunk.spine.tokens
                     kept += chunk.spine.tokens
                 if op.results:
                     with_results.add(chunk)
             case Forward(chunk):
-                work, live = chunk_work(tree, chunk, head_starts), live + chunk.tokens
+                work, live = work_of(chunk), live + chunk.tokens
                 if chunk in with_results:
                     with_results.remove(chunk)
                     work = work._replace(pairs=0)
             case Backward(chunk):
-                work, live = chunk_work(tree, chunk, head_starts), live - chunk.tokens
+                work, live = work_of(chunk), live - chunk.tokens
                 kept -= stored.pop(chunk, 0)
             case Restore(part):
                 depth = part.stop

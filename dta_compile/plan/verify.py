@@ -22,7 +22,13 @@ _WINDOW = 6  # rows of the listing shown on either side of the offending one
 def verify(
     tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None, states: bool = False
 ) -> Simulation:
-    """Replay `schedule` against `tree`, and return its counts (see `simulate`).
+    """Like `check`; return the counts of the schedule (see `simulate`)."""
+    check(tree, schedule, states)
+    return simulate(tree, schedule, head_starts)
+
+
+def check(tree: PrefixTree, schedule: Schedule, states: bool = False) -> None:
+    """Replay `schedule` against `tree`.
 
     `states`: the model has running states, so every chunk must find the state at its start on the stack.
 
@@ -32,16 +38,15 @@ def verify(
     """
     if schedule.groups:
         _check_groups(tree, schedule)
-        for part, run, starts in by_group(tree, schedule, head_starts):
-            verify(part, run, starts, states)
-        return simulate(tree, schedule, head_starts)
+        for part, run, _ in by_group(tree, schedule):
+            check(part, run, states)
+        return
     for _, kind in schedule.kinds:
         replay = _Replay(tree, kind, states)
         if kind.chunks != schedule.chunks:
             expected, got = (" ".join(map(str, side.chunks)) for side in (schedule, kind))
             replay.fail("all parts of a sweep of stages run the same chunks", expected, got)
         replay.run()
-    return simulate(tree, schedule, head_starts)
 
 
 def _check_groups(tree: PrefixTree, schedule: Schedule) -> None:

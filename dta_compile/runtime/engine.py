@@ -264,12 +264,12 @@ class Engine:
         learned = self.calibration(device, generated)
         whole = runs if plan.schedule.sweep == "chunks" else of_whole_chunks(runs)
         learned.record((run.kind, run.work, run.seconds) for run in whole)
+        learned.cost_model()  # fits now, as a GPU is busy with this call: the next one begins with it idle
         if generated and (times := times_as_fast(self.calibration(device), learned)) is not None:
             plan.estimates.codegen = f"{plan.estimates.codegen}; chunks run {times:.2f}x as fast as on ATen"
 
     def begin(self, args: Sequence[Any], layers: LayerGroups | None = None, sweep: str | None = None) -> Call:
         """Run the prologue of a call. `sweep` overrides the option; gathering by `layers` needs the sweep "stages"."""
-        self.collect_times()
         sweep = "stages" if layers is not None else sweep or self.options.sweep
         with torch.no_grad():
             dense = self.executable.prologue.function(*args)

@@ -316,9 +316,9 @@ def choose_lazily(
     """Choose strategy, chunk size and sweep, as asked for or else the cheapest, and say why.
 
     A strategy that must hold graphs of more bytes than the budget plus one chunk is no candidate ("vanilla" alone can).
-    Strategies are planned only if a lower bound of their cost does not rule them out; the reason, which names all costs,
-    is computed when it is called. The strategy is chosen with the smallest chunk size; a larger size is taken if it is
-    cheaper by 3%.
+    Strategies are planned only if a lower bound of their cost does not rule them out; the reason, which names all
+    costs, is computed when it is called. The strategy is chosen with the smallest chunk size; a larger size is taken if
+    it is cheaper by 3%.
 
     Stages are swept where that is cheaper. Each sweep is given the memory that is free for it; if the user set the
     budget, both get the same memory: the peak of the leaner sweep that keeps nothing, plus the budget. Sweeps are not

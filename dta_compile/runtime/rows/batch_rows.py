@@ -174,7 +174,7 @@ class BatchRows:
         head_positions: `[H]` one position of every head row.
         head_starts: `[R + 1]` the head rows of tree row r are `head_starts[r]` to `head_starts[r + 1]`.
         needed: `[N]` positions whose outputs are used.
-        exceptions: some of `needed`, by their indices, and their head rows; all others have the first of their tree row.
+        exceptions: some of `needed`, by index, and their head rows; all others have the first one of their tree row.
     """
 
     tree: PrefixTree
@@ -214,6 +214,16 @@ class BatchRows:
         head_rows.reshape(-1)[places[index]] = heads
         return head_rows
 
+    @functools.cached_property
+    def row_coordinates(self) -> tuple[Integers, Integers]:
+        """Row and column in the batch of `row_positions`."""
+        return self.coordinates(self.row_positions)
+
+    @functools.cached_property
+    def head_coordinates(self) -> tuple[Integers, Integers]:
+        """Row and column in the batch of `head_positions`."""
+        return self.coordinates(self.head_positions)
+
     def coordinates(self, positions: Integers) -> tuple[Integers, Integers]:
         """Return row and column in the batch of each position."""
         rows, columns = np.divmod(self.tokens.places[positions], self.tokens.valid.shape[1])
@@ -225,10 +235,10 @@ def _distinct_uses(
 ) -> tuple[Integers, tuple[Integers, Integers], Integers]:
     """Assign head rows to `N` uses of tree rows: one per distinct pair of a tree row and its `codes`.
 
-    Most uses of a row agree with its first one (`first`: `[R]`, N for rows without a use), so only the others are sorted.
+    Most uses of a row agree with one of them, `first` (`[R]`, N for rows without a use), so only the others are sorted.
 
     Returns:
-        `[H]` one use of every head row; the uses that do not agree with the first of their tree row, and their head rows;
+        `[H]` one use of every head row; the uses that do not agree with the first of their row, and their head rows;
         `[R + 1]` first head row of every tree row, which is that of its first use.
     """
     leader = first[rows]

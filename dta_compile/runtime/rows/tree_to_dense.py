@@ -17,6 +17,7 @@ from dta_compile.runtime.rows.batch_rows import BatchRows, Booleans
 from dta_compile.runtime.rows.buffers import RowBuffer
 from dta_compile.runtime.rows.upload import upload
 
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class BatchLayout:
     """Maps between head rows and the dense layout of frontier values.

@@ -68,6 +68,7 @@ def explain_engine(engine: Intercepted, args: Sequence[Any]) -> Explanation:
     mode = "transparent" if executable.training else "score"
     call = plan_call(engine.begin(args), mode, [not value.is_cache for value in executable.frontier])
     further = [line for rest in executable.further for line in _attention(rest, _masks(rest))]
+    call.predict_peak()
     sections = _sections(executable, call.masks.classes, further, call.batch * call.tokens)
     text = f"{_listed(sections)}\n{call.plan}"
     plan = dataclasses.replace(call.plan, sequences=_token_ids(call))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from dta_compile.plan.schedule import SWEEPS, GroupOps, Schedule
 from dta_compile.plan.simulate import Simulation, causal_pairs, simulate
 from dta_compile.plan.states import with_states
 from dta_compile.plan.tree.chunk import Chunk
-from dta_compile.plan.tree.chunk_tree import ChunkTree, chunk_tree
+from dta_compile.plan.tree.chunk_tree import ChunkTree, chunk_size_of, chunk_tree
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 
 CANDIDATES = ("packed", "dfs", "vanilla", "dense")  # the first one wins a tie
@@ -124,19 +124,23 @@ def choose_keep(
     if budget <= 0:
         return KEEP_NOTHING
     by_stages = options.sweep == "stages"
+    states = [footprint.state * depths for depths in chunks.starts_below()]
+    works = [chunk_work(tree, chunk, head_starts) for chunk in chunks.chunks]
+    counted, most = range(0 if by_stages else 1, len(works)), 0.0
+    for index in counted:
+        lean = footprint.kv(chunks.chunks[index]) + footprint.results(chunks.chunks[index]) * by_stages
+        most += max(footprint.graph(works[index]), lean) + states[index]
+    if most <= budget:  # all graphs fit, whatever their chunks might keep before
+        return Keep(frozenset(counted))
     rebuilt = dict.fromkeys(range(len(chunks.chunks)), 0.0)  # by chunk: seconds to put its spine on the stack again
     share = STATES_SHARE if by_stages else 1.0
     if options.strategy != "vanilla":  # vanilla rebuilds spines with graphs, which then stay
         for index, part in rebuilt_slices(tree, options, chunks):
             work = chunk_work(tree, Chunk(part), head=False)._replace(launches=1)
             rebuilt[index] += share * cost.forward.seconds(work) - cost.restore * part.tokens
-    states = [footprint.state * depths for depths in chunks.starts_below()]
     upgrades: list[tuple[float, int, _Kept]] = []  # seconds saved per byte, index of the chunk, what it keeps
-    for index, chunk in enumerate(chunks.chunks):
-        if index == 0 and not by_stages:
-            continue
-        work = chunk_work(tree, chunk, head_starts)
-        below = max(rebuilt[index], 0.0)
+    for index in counted:
+        chunk, work, below = chunks.chunks[index], works[index], max(rebuilt[index], 0.0)
         kv = _Kept(footprint.kv(chunk) + states[index], below, kv=True)
         results = _Kept(footprint.results(chunk) * by_stages, cost.forward.pair * work.pairs, results=True)
         graph = _Kept(footprint.graph(work) + states[index], cost.forward.seconds(work) + below, graph=True)
@@ -271,7 +275,7 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Choice:
+class Choice:
     """Candidate schedule with its tree, the limits for that tree, and its counts."""
 
     tree: PrefixTree
@@ -280,7 +284,11 @@ class _Choice:
     simulation: Simulation
 
     @classmethod
-    def of(cls, tree: PrefixTree, options: Options, mode: str, limits: Limits) -> _Choice:
+    def of(cls, tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Choice:
+        """Return the schedule of a strategy over a shared tree, or over the unshared one if it is dense."""
+        if options.strategy == "dense" and tree.shared:
+            unshared = tree.unshared()
+            tree, limits = unshared, limits.unshared(tree, unshared)
         schedule = _build(tree, options, mode, limits)
         return cls(tree, limits, schedule, simulate(tree, schedule, limits.head_starts))
 
@@ -298,11 +306,20 @@ class _Choice:
 def choose(
     tree: PrefixTree, options: Options, mode: str, limits: Limits | None = None
 ) -> tuple[PrefixTree, Schedule, str]:
-    """Choose strategy, chunk size and sweep, as asked for or else the cheapest; return tree, schedule and reason.
+    """Like `choose_lazily`; return tree, schedule and reason."""
+    best, reason = choose_lazily(tree, options, mode, limits)
+    return best.tree, best.schedule, reason()
+
+
+def choose_lazily(
+    tree: PrefixTree, options: Options, mode: str, limits: Limits | None = None
+) -> tuple[Choice, Callable[[], str]]:
+    """Choose strategy, chunk size and sweep, as asked for or else the cheapest, and say why.
 
     A strategy that must hold graphs of more bytes than the budget plus one chunk is no candidate ("vanilla" alone can).
-    Dense is planned only if a lower bound of its cost does not rule it out, because its schedule is as long as the
-    unshared batch. The strategy is chosen with the smallest chunk size; a larger size is taken if it is cheaper by 3%.
+    Strategies are planned only if a lower bound of their cost does not rule them out; the reason, which names all
+    costs, is computed when it is called. The strategy is chosen with the smallest chunk size; a larger size is taken if
+    it is cheaper by 3%.
 
     Stages are swept where that is cheaper. Each sweep is given the memory that is free for it; if the user set the
     budget, both get the same memory: the peak of the leaner sweep that keeps nothing, plus the budget. Sweeps are not
@@ -316,21 +333,21 @@ def choose(
         if mode == "transparent" and _may_sweep_stages(best, limits):
             of_strategy = dataclasses.replace(options, strategy=best.schedule.strategy)
             best, why = _best_sweep(tree, of_strategy, mode, limits)
-            reason += why
-    return best.tree, best.schedule, reason
+            return best, lambda: reason() + why
+    return best, reason
 
 
-def _may_sweep_stages(by_chunks: _Choice, limits: Limits) -> bool:
+def _may_sweep_stages(by_chunks: Choice, limits: Limits) -> bool:
     if len(limits.parts) < 2 or limits.budget is None or not by_chunks.tree.num_rows:
         return False
     return limits.is_asked_for or by_chunks.simulation.recomputed_tokens > 0
 
 
-def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> tuple[_Choice, str]:
+def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> tuple[Choice, str]:
     """Return the cheaper sweep of one strategy, and a reason that names the least bytes that each sweep needs."""
     assert limits.budget is not None
 
-    def chosen(sweep: str, budget: int) -> _Choice:
+    def chosen(sweep: str, budget: int) -> Choice:
         known = dataclasses.replace(limits.of_sweep(sweep), budget=budget)
         return _choose_for_sweep(tree, dataclasses.replace(options, sweep=sweep), mode, known)[0]
 
@@ -348,52 +365,78 @@ def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -
     return best, f"; sweeps {best.schedule.sweep}: at least {bytes_of_both}"
 
 
-def _choose_for_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> tuple[_Choice, str]:
+def _choose_for_sweep(
+    tree: PrefixTree, options: Options, mode: str, limits: Limits
+) -> tuple[Choice, Callable[[], str]]:
     """Choose strategy and chunk size for one sweep (see `choose`)."""
     sizes = limits.chunk_sizes if options.chunk_size is None else (options.chunk_size,)
     options = dataclasses.replace(options, chunk_size=sizes[0])
     if options.strategy == "auto":
         best, reason = _cheapest_strategy(tree, options, mode, limits)
     else:
-        run = tree.unshared() if options.strategy == "dense" else tree
-        known = limits if run is tree else limits.unshared(tree, run)
-        best, reason = _Choice.of(run, options, mode, known), "asked for"
-    strategy = best.schedule.strategy
+        best, reason = Choice.of(tree, options, mode, limits), lambda: "asked for"
+    strategy, larger_sizes = best.schedule.strategy, ""
     for size in sizes[1:] if strategy != "dense" else ():
         if best.tree.num_rows <= best.schedule.chunk_size:
             break
         larger = dataclasses.replace(options, strategy=strategy, chunk_size=size)
-        choice = _Choice.of(best.tree, larger, mode, best.limits)
+        choice = Choice.of(tree, larger, mode, limits)
         if choice.seconds < (1 - LEAST_GAIN) * best.seconds:
-            reason += f"; chunks of {size:,} {choice.seconds / best.seconds:.2f} of {best.schedule.chunk_size:,}"
+            before, relative = best.schedule.chunk_size, choice.seconds / best.seconds
+            larger_sizes += f"; chunks of {size:,} {relative:.2f} of {before:,}"
             best = choice
+    return best, lambda: reason() + larger_sizes
+
+
+def _cheapest_strategy(
+    tree: PrefixTree, options: Options, mode: str, limits: Limits
+) -> tuple[Choice, Callable[[], str]]:
+    bounds = _lower_bounds(tree, options, mode, limits)
+
+    def priced(strategy: str) -> tuple[Choice, str]:
+        """Return a candidate, and by how much it exceeds the budget: only vanilla does not keep to it."""
+        choice = Choice.of(tree, dataclasses.replace(options, strategy=strategy), mode, limits)
+        return choice, _excess(choice.simulation, options, limits) if strategy == "vanilla" else ""
+
+    best, _ = priced(CANDIDATES[0])
+    for strategy in CANDIDATES[1:]:
+        if bounds[strategy] < best.seconds:
+            choice, excess = priced(strategy)
+            best = choice if choice.seconds < best.seconds and not excess else best
+
+    def reason() -> str:
+        costs, refused = {}, ""
+        for strategy in CANDIDATES:
+            if strategy == "dense" and bounds[strategy] > best.seconds:  # as long as the unshared batch to plan
+                costs["dense >="] = bounds[strategy]
+                continue
+            choice, excess = priced(strategy)
+            if excess:
+                refused += f"; {strategy} holds graphs of {excess}"
+            else:
+                costs[strategy] = choice.seconds
+        relative = ", ".join(f"{name} {cost / best.seconds if best.seconds else 1:.2f}" for name, cost in costs.items())
+        return f"auto, by estimated cost ({limits.cost.source}): {relative}{refused}"
+
     return best, reason
 
 
-def _cheapest_strategy(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> tuple[_Choice, str]:
-    choices: list[_Choice] = []
-    costs: dict[str, float] = {}
-    refused = ""
-    for strategy in CANDIDATES:
-        run, known = tree, limits
-        if strategy == "dense":
-            bound = limits.cost.estimate(_dense_lower_bound(tree, options, mode))
-            if bound > min(choice.seconds for choice in choices):
-                costs["dense >="] = bound
-                continue
-            run = tree.unshared()
-            known = limits.unshared(tree, run)
-        choice = _Choice.of(run, dataclasses.replace(options, strategy=strategy), mode, known)
-        # The other strategies keep to the budget by construction.
-        if strategy == "vanilla" and (excess := _excess(choice.simulation, options, limits)):
-            refused += f"; {strategy} holds graphs of {excess}"
-            continue
-        costs[strategy] = choice.seconds
-        choices.append(choice)
-    best = min(choices, key=lambda choice: choice.seconds)
-    least = best.seconds
-    relative = ", ".join(f"{name} {cost / least if least else 1:.2f}" for name, cost in costs.items())
-    return best, f"auto, by estimated cost ({limits.cost.source}): {relative}{refused}"
+def _lower_bounds(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> dict[str, float]:
+    """Return for each candidate seconds that none of its schedules falls below.
+
+    Without packing a chunk is one slice, so that each leaf needs one.
+    """
+    slices = max(len(tree.leaves), -(-tree.num_rows // chunk_size_of(tree, options)))
+    heads = tree.num_rows if limits.head_starts is None else int(limits.head_starts[-1])
+    pairs = causal_pairs(tree.stop) - causal_pairs(tree.start)
+    launches, tokens = int((-(-tree.lengths // options.chunk_tokens)).sum()), int(tree.lengths.sum())
+
+    def seconds(once: Work) -> float:
+        return limits.cost.forward.seconds(once) + (0.0 if mode == "score" else limits.cost.backward.seconds(once))
+
+    single = seconds(Work(slices, slices, tree.num_rows, pairs, heads))
+    dense = seconds(Work(launches, launches, tokens, causal_pairs(tree.lengths), 0))
+    return {"packed": 0.0, "dfs": single, "vanilla": single, "dense": dense}
 
 
 def _build(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Schedule:
@@ -498,20 +541,3 @@ def _excess(simulation: Simulation, options: Options, limits: Limits) -> str:
     allowed = max(int(left / per_token), options.chunk_tokens)
     held = simulation.peak_live_tokens
     return f"{held:,} > {allowed:,} tokens" if held > allowed + options.chunk_tokens else ""
-
-
-def _dense_lower_bound(tree: PrefixTree, options: Options, mode: str) -> Simulation:
-    """Return lower bounds of the counts of any dense schedule of these sequences."""
-    lengths = tree.lengths
-    launches = int((-(-lengths // options.chunk_tokens)).sum())
-    once = Work(launches, launches, int(lengths.sum()), causal_pairs(lengths), 0)
-    return Simulation(
-        ops=launches,
-        forward=once,
-        backward=Work() if mode == "score" else once,
-        recomputed_tokens=0,
-        restored_tokens=0,
-        peak_stack_tokens=int(lengths.max(initial=0)),
-        peak_live_tokens=0,
-        peak_stored_tokens=0,
-    )

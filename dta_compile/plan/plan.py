@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
 from typing import Any
@@ -14,17 +14,17 @@ from typing import Any
 from dta_compile.errors import OptionError
 from dta_compile.files import write_output
 from dta_compile.options import MOST_BYTES, Options
-from dta_compile.plan.cost import Limits, choose
+from dta_compile.plan.cost import Limits, choose_lazily
 from dta_compile.plan.peak_memory import Footprint
 from dta_compile.plan.picture import Known, picture
 from dta_compile.plan.schedule import Schedule
-from dta_compile.plan.simulate import Simulation, causal_pairs
+from dta_compile.plan.simulate import Simulation, causal_pairs, simulate
 from dta_compile.plan.summary import Estimates, Stats, scalars, summarize
 from dta_compile.plan.timeline import processes, tree_as_speedscope
 from dta_compile.plan.tree.lexicographic import each
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.plan.tree.split_prefixes import Images, SplitPrefixes, with_keys
-from dta_compile.plan.verify import verify
+from dta_compile.plan.verify import check
 from dta_compile.views.traces.chrome import Process, as_chrome_trace
 
 
@@ -37,7 +37,7 @@ class Plan:
         schedule: the ops, verified against the tree.
         simulation: counts of the schedule.
         options: the options as given; the strategy that "auto" chose is `schedule.strategy`.
-        reason: why this strategy was chosen.
+        explain: says why this strategy was chosen (see `reason`).
         estimates: predicted and measured time and memory.
         segments: `(row, segment)` of every sequence if rows of the batch are packed; None: sequence i is row i.
         split: keys that split prefixes of equal tokens; None: there are none.
@@ -50,13 +50,18 @@ class Plan:
     schedule: Schedule
     simulation: Simulation
     options: Options
-    reason: str
+    explain: Callable[[], str]
     estimates: Estimates
     segments: Sequence[tuple[int, int]] | None = None
     split: SplitPrefixes | None = None
     limits: Limits = dataclasses.field(default_factory=Limits)
     sequences: Sequence[Any] | None = None
     images: Images | None = None
+
+    @cached_property
+    def reason(self) -> str:
+        """Why this strategy was chosen; computed when it is read."""
+        return self.explain()
 
     @cached_property
     def tokens_lost(self) -> dict[str, int]:
@@ -214,12 +219,15 @@ def make_plan(
     """
     shared = sequences if isinstance(sequences, PrefixTree) else PrefixTree.build(sequences)
     limits = limits or Limits()
-    tree, schedule, reason = choose(shared, options, mode, limits)
-    head_starts = limits.head_starts if tree is shared else None
-    simulation = verify(tree, schedule, head_starts, limits.footprint.has_states)
+    chosen, explain = choose_lazily(shared, options, mode, limits)
+    tree, schedule, simulation = chosen.tree, chosen.schedule, chosen.simulation
+    check(tree, schedule, limits.footprint.has_states)
+    head_starts = limits.head_starts
+    if tree is not shared:  # its head rows were estimated
+        head_starts, simulation = None, simulate(tree, schedule)
     estimates = Estimates(limits.cost.estimate(simulation), limits.cost.source)
     limits = dataclasses.replace(limits, head_starts=head_starts)
-    return Plan(tree, schedule, simulation, options, reason, estimates, segments, split, limits)
+    return Plan(tree, schedule, simulation, options, explain, estimates, segments, split, limits)
 
 
 def plan(

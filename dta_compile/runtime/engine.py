@@ -151,8 +151,11 @@ class Engine:
         """
         mode = "transparent" if self.executable.training and torch.is_grad_enabled() else "score"
         call = self.planned(args, mode, cache_now, layers)
-        with no_autocast():
-            values = frontier_of_groups(call) if call.groups else dense_frontier(call)
+        try:
+            with no_autocast():
+                values = frontier_of_groups(call) if call.groups else dense_frontier(call)
+        finally:
+            call.predict_peak()
         frontier = [value for value in values if value is not None]
         if len(frontier) < len(values):
             cache = ReturnedCache(call)
@@ -180,7 +183,7 @@ class Engine:
                 elif groups > len(call.groups):  # another rank needs more, and all have to gather alike
                     call = plan_call(call, mode, wanted, groups)
             self.last_plan = call.plan
-        self._trace(call.plan)
+        self._trace(call)
         if layers is not None:
             if self.options.verify == "auto" and not self.checked:
                 self.verdict = "skipped: layers are gathered from other ranks one at a time"
@@ -204,11 +207,16 @@ class Engine:
             gather_to_check_again()
             raise
 
-    def _trace(self, plan: Plan) -> None:
+    def _trace(self, call: PlannedCall) -> None:
         """Write the plans of the first calls to structured traces."""
         if self.is_reported and self.traced < TRACED_PLANS:
             self.traced += 1
-            trace_artifact(f"dta_plan_{self.traced}", lambda: f"{plan}\n\n{plan.schedule}\n")
+
+            def text() -> str:
+                call.predict_peak()
+                return f"{call.plan}\n\n{call.plan.schedule}\n"
+
+            trace_artifact(f"dta_plan_{self.traced}", text)
 
     def _is_check_due(self, mode: str) -> bool:
         verify = self.options.verify
@@ -264,12 +272,12 @@ class Engine:
         learned = self.calibration(device, generated)
         whole = runs if plan.schedule.sweep == "chunks" else of_whole_chunks(runs)
         learned.record((run.kind, run.work, run.seconds) for run in whole)
+        learned.cost_model()  # fits now, as a GPU is busy with this call: the next one begins with it idle
         if generated and (times := times_as_fast(self.calibration(device), learned)) is not None:
             plan.estimates.codegen = f"{plan.estimates.codegen}; chunks run {times:.2f}x as fast as on ATen"
 
     def begin(self, args: Sequence[Any], layers: LayerGroups | None = None, sweep: str | None = None) -> Call:
         """Run the prologue of a call. `sweep` overrides the option; gathering by `layers` needs the sweep "stages"."""
-        self.collect_times()
         sweep = "stages" if layers is not None else sweep or self.options.sweep
         with torch.no_grad():
             dense = self.executable.prologue.function(*args)
@@ -323,5 +331,6 @@ def _pays_layer_by_layer(call: PlannedCall) -> bool:
     """Return whether a plan fits into memory, or its boundary values take less memory than whole parameters would."""
     limits, rows = call.plan.limits, call.plan.prefix_tree.num_rows
     boundary_bytes = rows * sum(part.sent for part in limits.parts)
+    call.predict_peak()
     fits = (call.plan.estimates.peak_bytes or 0) <= free_bytes(call.device)
     return fits or boundary_bytes <= limits.sums + sum(p.nbytes for p in call.parameters(call.executable.whole))

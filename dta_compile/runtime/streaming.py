@@ -121,6 +121,7 @@ class Stream:
         if isinstance(executable.row_epilogue, NoRowEpilogue):
             raise _mixes_sequences(executable.row_epilogue)
         call = engine.planned(args, "streaming")
+        call.predict_peak()
         if call.plan.segments is not None:
             self.why_whole = "rows are packed, and the loss of a row needs all of its sequences at one time"
             return None

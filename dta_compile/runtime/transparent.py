@@ -162,11 +162,11 @@ class TreeRun:
         if call.by_stages:
             executor.path = call.path(part)
         gradients, active = row_gradients(call, executor, grads[sent:]), None
-        if part.frontier:
-            active = rows_with_gradient(gradients, len(executor.head_rows), executor.path.device)
-            active = call.context.ranks.with_gradient(active, [grad is not None for grad in grads[sent:]])
         executor.path.allocate_gradients()
         totals = accumulators(joint, parameters, lease, self.sums)
+        if part.frontier:  # synchronises, so as late as possible
+            active = rows_with_gradient(gradients, len(executor.head_rows), executor.path.device)
+            active = call.context.ranks.with_gradient(active, [grad is not None for grad in grads[sent:]])
         buffers = ScheduleBuffers(
             (),
             gradients,

@@ -85,9 +85,11 @@ def _sort(arrays: Sequence[_Tokens]) -> tuple[list[int], list[int]]:
             common.append(shared)
             continue
         groups: defaultdict[bytes, list[int]] = defaultdict(list)
-        stop = depth + BLOCK_TOKENS
+        stop, key = depth + BLOCK_TOKENS, b""
         for member in members:
-            groups[arrays[member][depth:stop].tobytes()].append(member)
+            block = arrays[member][depth:stop].tobytes()
+            key = key if block == key else block  # one object, whose hash is known
+            groups[key].append(member)
         length = len(arrays[members[0]])
         if len(groups) > 1:
             blocks, agreeing = _in_numeric_order(list(groups), arrays[members[0]].dtype)
@@ -115,7 +117,7 @@ def _in_numeric_order(blocks: list[bytes], dtype: np.dtype[Any]) -> tuple[list[b
 
 def common_run(a: _Tokens, b: _Tokens, i: int = 0, j: int = 0) -> int:
     """Return the number of equal tokens from `a[i]` and `b[j]` on."""
-    size, done, step = min(len(a) - i, len(b) - j), 0, 64
+    size, done, step = min(len(a) - i, len(b) - j), 0, 256
     while done < size:
         step = min(step, size - done)
         different = np.flatnonzero(a[i + done : i + done + step] != b[j + done : j + done + step])

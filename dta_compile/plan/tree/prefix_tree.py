@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["IntArray", "PrefixTree"]
 
-_CACHED_PATHS = 8  # a depth-first walk asks about two neighbouring leaves at a time
+_CACHED_PATHS = 64  # those of the slices of a packed chunk
 
 
 class PrefixTree:

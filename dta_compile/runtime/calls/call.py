@@ -57,6 +57,8 @@ class Sizes:
         return {symbol: self._value(symbol, args) for symbol in self._sources}
 
     def _substituted(self, expr: sympy.Expr, args: Sequence[object]) -> sympy.Expr:
+        if expr.is_Atom:  # `subs` takes 0.1 ms
+            return sympy.sympify(self._value(expr, args)) if expr.is_Symbol else expr
         return expr.subs({symbol: self._value(symbol, args) for symbol in expr.free_symbols})
 
     def _value(self, symbol: Any, args: Sequence[Any]) -> int:

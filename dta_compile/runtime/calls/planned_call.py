@@ -56,6 +56,7 @@ class PlannedCall(Call):
         layout: maps between dense values and head rows.
         plan: prefix tree, schedule and estimates.
         wanted: by frontier value, whether it is computed.
+        sharded_bytes: bytes of parameters gathered from other ranks, and of whole gradients that are not yet reduced.
         groups: the call over each group of subtrees of the schedule, if it has any.
         head_rows: of a group, the head row of the whole call of each of its head rows.
     """
@@ -64,6 +65,7 @@ class PlannedCall(Call):
     layout: BatchLayout
     plan: Plan
     wanted: Sequence[bool]
+    sharded_bytes: tuple[int, int]
     groups: Sequence[PlannedCall] = ()
     head_rows: Integers = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
 
@@ -102,6 +104,12 @@ class PlannedCall(Call):
         )
         plan.estimates.self_check = self.plan.estimates.self_check
         return dataclasses.replace(self, plan=plan)
+
+    def predict_peak(self) -> None:
+        """Fill in the plan's predicted peak, when chunks run already: a GPU waits for a plan. Does not synchronise."""
+        if self.plan.estimates.peak_bytes is None:
+            gathered, in_flight = self.sharded_bytes
+            self.plan.estimates.peak_bytes = gathered + _prologue_bytes(self) + max(_peak_bytes(self), in_flight)
 
     def record(self, executor: Executor) -> None:
         """Pass the timings of a finished schedule to the engine, for the plan's estimates and the cost model."""
@@ -176,13 +184,13 @@ class PlannedCall(Call):
         whole = [*(p.detach() for p in self.parameters(part)), *(self.dense[slot] for slot in constants)]
         return ChunkData(
             whole,
-            [self._gathered(item, rows.row_positions) for item in trunk],
+            [self._gathered(item, rows.row_coordinates) for item in trunk],
             readers in part.inputs,
-            [self._gathered(item, rows.head_positions) for item in head],
+            [self._gathered(item, rows.head_coordinates) for item in head],
         )
 
-    def _gathered(self, item: ChunkInput, positions: Integers) -> Gathered:
-        return gathered(item, self.dense[item.slot], self.rows, positions, self.window(item.layout.frame))
+    def _gathered(self, item: ChunkInput, coordinates: tuple[Integers, Integers]) -> Gathered:
+        return gathered(item, self.dense[item.slot], self.rows, coordinates, self.window(item.layout.frame))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,20 +223,19 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool], groups: int = 1) ->
     if plan.prefix_tree is not tree:  # the plan does not share prefixes
         rows = BatchRows.of(tokens, plan.prefix_tree, read.head_keys, np.logical_or.reduce(read.used))
     ranks.require_same("the tokens of a batch", *tokens.keys, rows.head_positions, rows.position_rows, plan.schedule)
-    plan.estimates.notes += _notes(call, tokens, plan, plan.prefix_tree is tree)
+    plan.estimates.notes += _notes(call, tokens, plan)
     gathered, in_flight = bytes_of_running()
     by_part = max((max(part.gathered) for part in limits.parts_of(plan.schedule.sweep)), default=0)
     plan.estimates.gathered_bytes = gathered + int(by_part)
-    running = max(_peak_bytes(call, rows, plan, limits, wanted), in_flight)
-    plan.estimates.peak_bytes = gathered + _prologue_bytes(call) + running
     needed = [mask if is_wanted else None for mask, is_wanted in zip(read.used, wanted, strict=True)]
-    layout = BatchLayout.of(
-        executable.frontier, rows, needed, call.window, call.device, by_sequence=mode == "streaming"
-    )
+    windows = [call.window(value.layout.frame) for value in executable.frontier]
+    layout = BatchLayout(executable.frontier, rows, masks.valid, needed, windows, call.device, mode == "streaming")
     fields = call.context, call.args, call.dense, call.batch, call.tokens, call.device
-    planned = PlannedCall(*fields, masks=masks, layout=layout, plan=plan, wanted=wanted)
+    planned = PlannedCall(
+        *fields, masks=masks, layout=layout, plan=plan, wanted=wanted, sharded_bytes=(gathered, in_flight)
+    )
     if plan.schedule.groups:
-        planned = dataclasses.replace(planned, groups=_groups_of(planned, read.head_keys, needed))
+        planned = dataclasses.replace(planned, groups=_groups_of(planned, read.head_keys))
         for group in planned.groups:  # one of each for the whole call
             group.__dict__.update(
                 {name: getattr(planned, name) for name in ("stopwatch", "generated_code", "_runtimes")}
@@ -239,10 +246,11 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool], groups: int = 1) ->
     return planned
 
 
-def _groups_of(call: PlannedCall, head_keys: Sequence[Integers], used: Sequence[Booleans | None]) -> list[PlannedCall]:
+def _groups_of(call: PlannedCall, head_keys: Sequence[Integers]) -> list[PlannedCall]:
     """Return the call over each group of subtrees of its schedule, with rows and maps of its own."""
     plan, rows, groups = call.plan, call.rows, []
-    wanted = np.logical_or.reduce([mask for mask in used if mask is not None] or [np.zeros_like(rows.tokens.valid)])
+    used = [mask for mask in call.layout.used if mask is not None]
+    wanted = np.logical_or.reduce(used or [np.zeros_like(rows.tokens.valid)])
     schedules = by_group(plan.prefix_tree, plan.schedule, plan.limits.head_starts)
     for group, (tree, schedule, starts) in zip(plan.schedule.groups, schedules, strict=True):
         tokens = rows.tokens.of(group.sequences)
@@ -253,7 +261,7 @@ def _groups_of(call: PlannedCall, head_keys: Sequence[Integers], used: Sequence[
         groups.append(
             dataclasses.replace(
                 call,
-                layout=call.layout.of_group(own, used, call.window),
+                layout=dataclasses.replace(call.layout, rows=own),
                 plan=of_group,
                 head_rows=rows.head_rows.reshape(-1)[tokens.places[own.head_positions]],
             )
@@ -281,10 +289,10 @@ def _read(call: Call, wanted: Sequence[bool]) -> _Read:
     for items, tokens_read in ((executable.trunk_inputs, masks.valid), (executable.head_inputs, reads)):
         for item in items:
             require_in_bounds(item, call.dense[item.slot], tokens_read, call.window(item.layout.frame))
-    # Tables with an entry per column of the batch are equal for all rows without padding. Otherwise tables of numbers
-    # become keys by value, and wide tables require that sequences agree on the columns of their tokens. Sequences of a
-    # packed row have no column in common, so there all tables are read.
-    is_even = masks.starts is None and bool(masks.valid.all())
+    # Tables with an entry per column of the batch are equal for all rows that begin at their first token. Otherwise
+    # tables of numbers become keys by value, and wide tables require that sequences agree on the columns of their
+    # tokens. Sequences of a packed row have no column in common, so there all tables are read.
+    is_even = masks.from_first
     tables = [item for item in executable.trunk_keys if not item.layout.is_over_sequences]
     wide = [item for item in tables if masks.starts is None and not _is_one_number(call.dense[item.slot])]
     left_out = tables if is_even else wide
@@ -298,7 +306,7 @@ def _read(call: Call, wanted: Sequence[bool]) -> _Read:
     return _Read(masks, tokens, rows, used, head_keys, _split(keys, trunk_keys, by_column, tokens, tree))
 
 
-def _notes(call: Call, tokens: BatchTokens, plan: Plan, is_shared: bool) -> list[str]:
+def _notes(call: Call, tokens: BatchTokens, plan: Plan) -> list[str]:
     """Return hints for the plan about settings and inputs that may be mistakes."""
     notes = []
     if is_hidden() or call.context.has_checkpoints:
@@ -307,7 +315,7 @@ def _notes(call: Call, tokens: BatchTokens, plan: Plan, is_shared: bool) -> list
     everything_is_real = tokens.segments is None and len(tokens.places) == call.batch * call.tokens
     if ids is not None and everything_is_real and ids.layout.is_over_sequences:
         numbers = call.dense[ids.slot].reshape(call.batch, -1)
-        if (padding := looks_padded(to_numpy(numbers), plan.stats.tree_tokens, is_shared)) is not None:
+        if (padding := looks_padded(to_numpy(numbers), plan.stats.tree_tokens, plan.prefix_tree.shared)) is not None:
             notes.append(f"{padding}: pass attention_mask, and padding is not run")
     return notes
 
@@ -393,8 +401,9 @@ def _bytes_of_part(call: Call, part: Part) -> PartBytes:
     return PartBytes(footprint, sums, part.written_bytes)
 
 
-def _peak_bytes(call: Call, rows: BatchRows, plan: Plan, limits: Limits, wanted: Sequence[bool]) -> float:
+def _peak_bytes(call: PlannedCall) -> float:
     """Predict the peak bytes of a call and its backward, without parameters gathered from other ranks."""
+    rows, plan, wanted = call.rows, call.plan, call.wanted
     heads, by_stages = len(rows.head_positions), plan.schedule.sweep == "stages"
     features = [value.dtype.itemsize * math.prod(value.features) for value in call.executable.frontier]
     stored = [heads * size if is_wanted else 0 for size, is_wanted in zip(features, wanted, strict=True)]
@@ -405,7 +414,7 @@ def _peak_bytes(call: Call, rows: BatchRows, plan: Plan, limits: Limits, wanted:
     parts = [
         known._replace(returned=sum(dense[i] + stored[i] for i in part.frontier))
         for known, part in zip(
-            limits.parts_of(plan.schedule.sweep),
+            plan.limits.parts_of(plan.schedule.sweep),
             call.executable.parts if by_stages else (call.executable.whole,),
             strict=True,
         )

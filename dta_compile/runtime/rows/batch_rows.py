@@ -8,6 +8,7 @@ output is unused has none). Head rows are sorted by tree row, so that a range of
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -170,18 +171,20 @@ class BatchRows:
         tokens: tokens of the batch.
         position_rows: `[P]` tree row of every position.
         row_positions: `[R]` one position of every tree row (all of them have the same trunk inputs).
-        head_rows: `[B, S]` head row of every token whose output is used; H, one past the last, for all others.
         head_positions: `[H]` one position of every head row.
         head_starts: `[R + 1]` the head rows of tree row r are `head_starts[r]` to `head_starts[r + 1]`.
+        needed: `[N]` positions whose outputs are used.
+        exceptions: some of `needed`, by index, and their head rows; all others have the first one of their tree row.
     """
 
     tree: PrefixTree
     tokens: BatchTokens
     position_rows: Integers
     row_positions: Integers
-    head_rows: Integers
     head_positions: Integers
     head_starts: Integers
+    needed: Integers
+    exceptions: tuple[Integers, Integers]
 
     @classmethod
     def of(cls, tokens: BatchTokens, tree: PrefixTree, head_keys: Sequence[Integers], used: Booleans) -> BatchRows:
@@ -194,13 +197,32 @@ class BatchRows:
             used: `[B, S]` tokens whose outputs are used.
         """
         position_rows = tokens.rows_in(tree)
-        row_positions = _first_index(position_rows, tree.num_rows)
-        needed = np.flatnonzero(_take(used, tokens.places))
-        rows, places = _take(position_rows, needed), _take(tokens.places, needed)
-        chosen, head_of, head_starts = _distinct_uses(rows, [_take(key, places) for key in head_keys], tree.num_rows)
-        head_rows = np.full(tokens.valid.shape, len(chosen), np.int64)
-        head_rows.reshape(-1)[places] = head_of
-        return cls(tree, tokens, position_rows, row_positions, head_rows, needed[chosen], head_starts)
+        row_positions = tree.depths() + np.repeat(tokens.begins[tree.sequence], tree.stop - tree.start)
+        all_places = tokens.places
+        needed = np.arange(len(all_places)) if used.all() else np.flatnonzero(_take(used, all_places))
+        rows, places = _take(position_rows, needed), _take(all_places, needed)
+        first = row_positions if len(needed) == len(all_places) else _first_index(rows, tree.num_rows)
+        chosen, exceptions, head_starts = _distinct_uses(rows, [_take(key, places) for key in head_keys], first)
+        return cls(tree, tokens, position_rows, row_positions, needed[chosen], head_starts, needed, exceptions)
+
+    @functools.cached_property
+    def head_rows(self) -> Integers:
+        """`[B, S]` head row of every token whose output is used; H, one past the last, for all others."""
+        head_rows = np.full(self.tokens.valid.shape, len(self.head_positions), np.int64)
+        places, (index, heads) = _take(self.tokens.places, self.needed), self.exceptions
+        head_rows.reshape(-1)[places] = self.head_starts[_take(self.position_rows, self.needed)]
+        head_rows.reshape(-1)[places[index]] = heads
+        return head_rows
+
+    @functools.cached_property
+    def row_coordinates(self) -> tuple[Integers, Integers]:
+        """Row and column in the batch of `row_positions`."""
+        return self.coordinates(self.row_positions)
+
+    @functools.cached_property
+    def head_coordinates(self) -> tuple[Integers, Integers]:
+        """Row and column in the batch of `head_positions`."""
+        return self.coordinates(self.head_positions)
 
     def coordinates(self, positions: Integers) -> tuple[Integers, Integers]:
         """Return row and column in the batch of each position."""
@@ -208,15 +230,17 @@ class BatchRows:
         return rows, columns
 
 
-def _distinct_uses(rows: Integers, codes: Sequence[Integers], num_rows: int) -> tuple[Integers, Integers, Integers]:
+def _distinct_uses(
+    rows: Integers, codes: Sequence[Integers], first: Integers
+) -> tuple[Integers, tuple[Integers, Integers], Integers]:
     """Assign head rows to `N` uses of tree rows: one per distinct pair of a tree row and its `codes`.
 
-    Most uses of a row agree with its first one, so only the others are sorted.
+    Most uses of a row agree with one of them, `first` (`[R]`, N for rows without a use), so only the others are sorted.
 
     Returns:
-        `[H]` one use of every head row; `[N]` head row of every use; `[R + 1]` first head row of every tree row.
+        `[H]` one use of every head row; the uses that do not agree with the first of their row, and their head rows;
+        `[R + 1]` first head row of every tree row, which is that of its first use.
     """
-    first = _first_index(rows, num_rows)
     leader = first[rows]
     differs = np.zeros(len(rows), bool)
     for code in codes:
@@ -226,15 +250,12 @@ def _distinct_uses(rows: Integers, codes: Sequence[Integers], num_rows: int) -> 
     _, chosen, inverse = np.unique(distinct, return_index=True, return_inverse=True)
     chosen = other[chosen]
     has_use = first < len(rows)
-    starts = np.concatenate([[0], np.cumsum(has_use + np.bincount(rows[chosen], minlength=num_rows))])
-    # The first use of a tree row gets its first head row, the other distinct uses follow.
+    starts = np.concatenate([[0], np.cumsum(has_use + np.bincount(rows[chosen], minlength=len(first)))])
     of_chosen = starts[:-1][rows[chosen]] + 1 + _rank_in_run(rows[chosen])
-    head_of = starts[:-1][rows]
-    head_of[other] = of_chosen[inverse.reshape(-1)]
     uses = np.empty(starts[-1], np.int64)
     uses[starts[:-1][has_use]] = first[has_use]
     uses[of_chosen] = chosen
-    return uses, head_of, starts
+    return uses, (other, of_chosen[inverse.reshape(-1)]), starts
 
 
 def _rank_in_run(values: Integers) -> Integers:

@@ -37,10 +37,15 @@ def entry_index(item: ChunkInput, sequences: Integers, columns: Integers, window
 
 
 def gathered(
-    item: ChunkInput, value: torch.Tensor, rows: BatchRows, positions: Integers, window: tuple[int, int]
+    item: ChunkInput,
+    value: torch.Tensor,
+    rows: BatchRows,
+    coordinates: tuple[Integers, Integers],
+    window: tuple[int, int],
 ) -> Gathered:
-    """Return a chunk input with the entry index of the given positions; inputs by depth are of all rows of the tree."""
-    sequences, columns = rows.coordinates(positions)
+    """Return a chunk input with the entry index of the given rows and columns of the batch; inputs by depth are of all
+    rows of the tree."""
+    sequences, columns = coordinates
     index = entry_index(item, sequences, rows.tree.depths() if item.by_depth else columns, window)
     return Gathered(entries_first(value, item.layout), upload(index, value.device))
 

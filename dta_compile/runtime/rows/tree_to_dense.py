@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,10 @@ import torch
 
 from dta_compile.errors import RuntimeContractError
 from dta_compile.executable.executable import FrontierValue
-from dta_compile.executable.layouts import Axis, Frame
+from dta_compile.executable.layouts import Axis
 from dta_compile.runtime.rows.batch_rows import BatchRows, Booleans
 from dta_compile.runtime.rows.buffers import RowBuffer
 from dta_compile.runtime.rows.upload import upload
-
-Window = Callable[[Frame | None], tuple[int, int]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,52 +23,43 @@ class BatchLayout:
     """Maps between head rows and the dense layout of frontier values.
 
     Attributes:
-        batch: number of rows of the batch.
+        valid: `[B, S]` real tokens of the batch.
+        used: `[B, S]` tokens at which each frontier value is used; None: it is not computed.
+        windows: `(start, length)` of the frame of each frontier value.
         device: device of the dense values.
-        maps: per frontier value `[entries]`, the head row of every dense entry; None: the value is not computed.
-        uncovered: per frontier value `[entries]`, entries at padding that outputs depend on; None: there are none.
+        by_sequence: dense values are expanded row by row (streaming), with maps on the host.
     """
 
     frontier: Sequence[FrontierValue]
     rows: BatchRows
-    batch: int
+    valid: Booleans
+    used: Sequence[Booleans | None]
+    windows: Sequence[tuple[int, int]]
     device: torch.device
-    maps: Sequence[torch.Tensor | None]
-    uncovered: Sequence[Booleans | None]
+    by_sequence: bool
 
-    @classmethod
-    def of(
-        cls,
-        frontier: Sequence[FrontierValue],
-        rows: BatchRows,
-        used: Sequence[Booleans | None],
-        window: Window,
-        device: torch.device,
-        by_sequence: bool,
-    ) -> BatchLayout:
-        """Return the maps of a batch.
+    @property
+    def batch(self) -> int:
+        """Number of rows of the batch."""
+        return len(self.valid)
 
-        Args:
-            used: `[B, S]` tokens at which each frontier value is used; None: it is not computed.
-            window: returns `(start, length)` of a frame.
-            by_sequence: dense values are expanded row by row (streaming), with maps on the host.
-        """
-        valid, maps, uncovered = rows.tokens.valid, list[torch.Tensor | None](), list[Booleans | None]()
-        for value, mask in zip(frontier, used, strict=True):
-            if mask is None:
-                maps.append(None)
-                uncovered.append(None)
-                continue
-            value_window = window(value.layout.frame)
-            maps.append(upload(_entries(rows.head_rows, value_window), torch.device("cpu") if by_sequence else device))
-            padding = _entries(mask & ~valid, value_window)
-            uncovered.append(padding if padding.any() else None)
-        return cls(frontier, rows, len(valid), device, maps, uncovered)
+    @functools.cached_property
+    def maps(self) -> Sequence[torch.Tensor | None]:
+        """Per frontier value `[entries]`, the head row of every dense entry; made when chunks run already."""
+        device = torch.device("cpu") if self.by_sequence else self.device
+        return [
+            None if mask is None else upload(_entries(self.rows.head_rows, window), device)
+            for mask, window in zip(self.used, self.windows, strict=True)
+        ]
 
-    def of_group(self, rows: BatchRows, used: Sequence[Booleans | None], window: Window) -> BatchLayout:
-        """Return the maps of some of the sequences, with `rows` of their own; padding stays that of the batch."""
-        group = BatchLayout.of(self.frontier, rows, used, window, self.device, by_sequence=False)
-        return dataclasses.replace(group, uncovered=self.uncovered)
+    @functools.cached_property
+    def uncovered(self) -> Sequence[Booleans | None]:
+        """Per frontier value `[entries]`, entries at padding that outputs depend on; None: there are none."""
+        masks = [
+            None if mask is None else _entries(mask & ~self.valid, window)
+            for mask, window in zip(self.used, self.windows, strict=True)
+        ]
+        return [mask if mask is not None and mask.any() else None for mask in masks]
 
     def expand(self, index: int, buffer: RowBuffer) -> torch.Tensor:
         """Gather a frontier value into its dense layout; next to zero at padding and where it is unused."""

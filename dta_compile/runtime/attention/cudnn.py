@@ -95,8 +95,8 @@ class CudnnAttention:
             return self.rest.backward(grad, out, logsumexp, x, prefix_key_grad, prefix_value_grad)
         prefix_key_grad[:, :, :keys] += of_key
         prefix_value_grad[:, :, :keys] += of_value
-        above = (tensor[:, :, keys:] for tensor in (prefix_key_grad, prefix_value_grad))
-        return self.rest.backward(grad, out, logsumexp, _below(x, keys), *above, of_query[:, :, : grad.shape[2]])
+        rest = _below(x, keys), prefix_key_grad[:, :, keys:], prefix_value_grad[:, :, keys:]
+        return self.rest.backward(grad, out, logsumexp, *rest, partial=of_query[:, :, : grad.shape[2]])
 
 
 class _Rectangle(NamedTuple):

@@ -107,9 +107,9 @@ class TritonAttention:
         queries_kernel[(heads, _blocks_of(tokens, by_queries.queries))](
             *shared, delta, grad_query, *strides, *_rows_of(grad_query), **of_queries
         )
-        kernels = ((own_keys_kernel, tokens, grad_key, grad_value),)
+        kernels: list[Any] = [(own_keys_kernel, tokens, grad_key, grad_value)]
         if prefix:
-            kernels = (*kernels, (stack_keys_kernel, prefix, prefix_key_grad, prefix_value_grad))
+            kernels.append((stack_keys_kernel, prefix, prefix_key_grad, prefix_value_grad))
         for kernel, keys, *targets in kernels:
             blocks = _key_blocks(x, keys)
             strides_of_targets = (stride for target in targets for stride in _rows_of(target))

@@ -1,7 +1,7 @@
 """Attention provider that leaves long rectangles to cuDNN: the stack's tokens that all queries of a large chunk read.
 
-Below 8,192 tokens attention becomes 1.2 times faster forward and 1.2 to 1.4 times backward (benchmarks/GPU.md). Our
-kernels add the rest of the stack and the chunk's own tree to cuDNN's results, by the log-sum-exp of both.
+With a prefix of 8,192 tokens attention is 1.2 times as fast forward and 1.2 to 1.4 times backward (benchmarks/GPU.md).
+Our kernels add the rest of the stack and the chunk's own tree to cuDNN's results, by the log-sum-exp of both.
 
 cuDNN makes a plan per shape, which takes 50 ms forward and backward each. So sizes are rounded to four significant
 bits, queries up with rows of zeros and keys down, and a plan is only made for sizes that have been met often.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import dta_compile
 from benchmarks.gpu_checks import BUDGETS, CHECKS, CHUNK_SIZES, EQUAL, STRATEGIES, Trial, forward, loss_of, tree_batch
 from benchmarks.ours import replan
+from dta_compile.runtime.replay.lease import CudaRecorder
 from tests.support.helpers import assert_equal
 from tests.support.tiny import (
     PACKED_IDS,
@@ -159,3 +161,21 @@ def masked(output, batch):
 def check_gradients(trial, expected):
     found = {name: parameter.grad.cpu().double() for name, parameter in trial.model.named_parameters()}
     assert_same(found, {name: grad.double() for name, grad in expected.items()}, EQUAL)
+
+
+def test_graphs_are_recorded_after_all_earlier_ones_are_gone():
+    record, x = CudaRecorder(), torch.ones(4, device=DEVICE)
+    for _ in range(3):
+        outputs, replay = record(lambda: [x * 2])
+        replay()
+        assert outputs[0].tolist() == [2.0] * 4
+        del outputs, replay
+        gc.collect()
+
+
+def test_a_capture_that_fails_leaves_stream_and_generator_usable():
+    record, stream = CudaRecorder(), torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        record(lambda: [torch.ones((), device=DEVICE).item()])  # waits for the device, which a capture cannot
+    assert torch.cuda.current_stream() == stream
+    assert torch.randn(2, device=DEVICE).isfinite().all()

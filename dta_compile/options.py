@@ -15,7 +15,7 @@ from typing import Any
 from dta_compile.errors import OptionError
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "strategy": ("auto", "packed", "dfs", "vanilla", "dense"),
+    "strategy": ("auto", "packed", "dfs", "vanilla", "dense", "one_tree"),
     "order": ("backward_dfs", "lexicographic", "random"),
     "sweep": ("auto", "chunks", "stages"),
     "verify": ("auto", "off", "first", "always"),
@@ -43,7 +43,8 @@ class Options:
             activations of such a chunk are at most 0.4 of `memory_budget`; up to 65,536 in a sweep of stages, where
             these are the activations of one layer.
         strategy: "packed" (chunks filled with whole subtrees and siblings), "dfs" (Algorithms 1 and 3), "vanilla"
-            (Algorithm 2), "dense" (no sharing, same runtime), or "auto": the cheapest of them by the cost model.
+            (Algorithm 2), "dense" (no sharing, same runtime), "one_tree" (one tree over the ranks of `mesh`, each of
+            which computes an equal share of its tokens), or "auto": the cheapest of them by the cost model.
         order: leaf order of the depth-first walk: "backward_dfs" (Algorithm 1), "lexicographic" or "random".
         sweep: loop order: "chunks" (each chunk of the tree through all layers, depth first: memory for the activations
             of one chunk) or "stages" (each layer over all chunks: memory for the weights, gradient sums, keys and
@@ -57,6 +58,10 @@ class Options:
             of stages (with sweep="chunks", the paper's depth-bounded memory).
         groups: least number of groups of subtrees that a sweep of stages goes through one after another, which divides
             the hidden states between layers and takes one more forward; None: one, or as many as memory demands.
+        mesh: ranks that call the model together, each with rows of its own: a process group or a one-dimensional
+            `DeviceMesh`. Their rows may then run as one prefix tree, in a sweep of stages: no token is computed on two
+            ranks. Parameter gradients of a rank are those of the tokens that it computed, so only their sum (or mean)
+            over the ranks has a meaning, as DDP and FSDP2 take it. None: a tree of its own on each rank.
         fallback: how a refused program behaves: "raise" its typed error, or run "dense" with a warning.
         attention: implementation of attention: "cpu" (torch's flash kernels for CPUs), "cudnn" (cuDNN's kernels for
             long prefixes, our own for the rest), "triton" (our own kernels), "reference" (plain math), or "auto": the
@@ -80,6 +85,7 @@ class Options:
     verify: str = "auto"
     memory_budget: int | None = None
     groups: int | None = None
+    mesh: Any = None
     fallback: str = "raise"
     attention: str = "auto"
     cuda_graphs: bool = True
@@ -96,6 +102,7 @@ class Options:
             self._set("groups", _integer("groups", self.groups, 1, MOST_CHUNK_TOKENS))
         for key, choices in CHOICES.items():
             _check_choice(key, getattr(self, key), choices)
+        self._check_mesh()
         self._set("cuda_graphs", _bool("cuda_graphs", self.cuda_graphs))
         if self.cache_dir is not None:
             self._set("cache_dir", _path("cache_dir", self.cache_dir))
@@ -103,6 +110,30 @@ class Options:
 
     def _set(self, key: str, value: object) -> None:
         object.__setattr__(self, key, value)
+
+    def _check_mesh(self) -> None:
+        """Raise `OptionError` unless the options fit `mesh`."""
+        if self.mesh is None:
+            if self.strategy == "one_tree":
+                raise OptionError("one tree over which ranks?", expected="options={'mesh': ...}", got="no mesh")
+            return
+        allowed = {
+            "strategy": ("auto", "one_tree"),
+            "sweep": ("auto", "stages"),
+            "verify": ("auto", "off"),
+            "fallback": ("raise",),
+        }
+        for key, choices in allowed.items():
+            if (value := getattr(self, key)) not in choices:
+                raise OptionError(
+                    f"option {key!r} does not fit one tree over ranks (mesh)",
+                    expected=", ".join(map(repr, choices)),
+                    got=repr(value),
+                )
+        if self.groups is not None:
+            raise OptionError(
+                "one tree over ranks (mesh) is not divided into groups", expected="groups=None", got=repr(self.groups)
+            )
 
     @property
     def chunk_tokens(self) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,17 @@ def _attempt(make: Callable[[], T]) -> tuple[T | None, str]:
         return make(), ""
     except DTAError as error:
         return None, str(error)
+
+
+class Work(NamedTuple):
+    """A message on its way, and its memory, which must live until `wait` returns."""
+
+    handle: Any
+    memory: torch.Tensor
+
+    def wait(self) -> None:
+        """Wait until the message is sent."""
+        self.handle.wait()
 
 
 class Group:
@@ -76,8 +88,7 @@ class Group:
         """Broadcast the result of `make()` on the first rank; one of our errors there is raised on all ranks."""
         result: list[Any] = [*(_attempt(make) if self.rank == 0 else (None, ""))]
         if self.size > 1:
-            first = 0 if self._group is None else dist.get_global_rank(self._group, 0)
-            dist.broadcast_object_list(result, first, self._group)
+            dist.broadcast_object_list(result, self._global(0), self._group)
         value, problem = result
         if problem:
             raise RuntimeContractError(problem)
@@ -97,6 +108,21 @@ class Group:
         out = raw.new_empty((sum(received), raw.shape[1]))
         dist.all_to_all_single(out, raw, list(received), list(sizes), self._group)
         return out.to(values.device).view(values.dtype).reshape(-1, *entry)
+
+    def post(self, value: torch.Tensor, rank: int) -> Work:
+        """Begin to send a tensor to another rank, which calls `receive`; messages between two ranks keep their order."""
+        raw = value.contiguous().reshape(-1).view(torch.uint8).to(self._transport(value.device))
+        return Work(dist.isend(raw, self._global(rank), self._group), raw)
+
+    def receive(self, rank: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return the tensor that another rank sends by `post`."""
+        count = math.prod(shape) * dtype.itemsize
+        raw = torch.empty(count, dtype=torch.uint8, device=self._transport(device))
+        dist.irecv(raw, self._global(rank), self._group).wait()
+        return raw.to(device).view(dtype).reshape(*shape)
+
+    def _global(self, rank: int) -> int:
+        return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks; `value` is unchanged."""

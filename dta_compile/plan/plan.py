@@ -6,15 +6,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
 from typing import Any
 
+import numpy as np
+
 from dta_compile.errors import OptionError
 from dta_compile.files import write_output
 from dta_compile.options import MOST_BYTES, Options
 from dta_compile.plan.cost import Limits, choose_lazily
+from dta_compile.plan.dealing import Dealing, deal_out, exchange_seconds
 from dta_compile.plan.peak_memory import Footprint
 from dta_compile.plan.picture import Known, picture
 from dta_compile.plan.schedule import Schedule
@@ -44,6 +48,7 @@ class Plan:
         limits: properties of the model and the machine that the planner used.
         sequences: token ids of every sequence, if known (a compiled call does not keep them).
         images: images of every sequence, if known (a compiled call only counts them, in `estimates.notes`).
+        dealing: pieces of the tree over ranks, of which the schedule runs those of `rank`; None: it runs all.
     """
 
     prefix_tree: PrefixTree
@@ -57,6 +62,8 @@ class Plan:
     limits: Limits = dataclasses.field(default_factory=Limits)
     sequences: Sequence[Any] | None = None
     images: Images | None = None
+    dealing: Dealing | None = None
+    rank: int = 0
 
     @cached_property
     def reason(self) -> str:
@@ -190,7 +197,7 @@ class Plan:
 
     def __str__(self) -> str:
         facts = self.stats, self.prefix_tree, self.schedule, self.reason, self.estimates
-        return summarize(*facts, self.segments, self.tokens_lost, self.images)
+        return summarize(*facts, self.segments, self.tokens_lost, self.images, self.dealing)
 
     def __repr__(self) -> str:
         sequences, ops = len(self.prefix_tree.lengths), len(self.schedule.ops)
@@ -228,6 +235,36 @@ def make_plan(
     estimates = Estimates(limits.cost.estimate(simulation), limits.cost.source)
     limits = dataclasses.replace(limits, head_starts=head_starts)
     return Plan(tree, schedule, simulation, options, explain, estimates, segments, split, limits)
+
+
+def plan_of_ranks(
+    tree: PrefixTree, own: Plan, limits: Limits, mode: str, rank: int, ranks: int, link: float = math.inf
+) -> Plan:
+    """Plan one tree over ranks: the pieces of each, and the schedule of one of them.
+
+    Args:
+        tree: tree of the sequences of all ranks.
+        own: plan of this rank's own tree, for its options.
+        limits: as in `make_plan`, the same on all ranks; `head_starts` of this tree.
+        link: bytes a second that a rank receives from others.
+    """
+    dealing, kept = deal_out(tree, own.options, limits, mode, ranks)
+    dealing.check()
+
+    def of_rank(number: int) -> tuple[Schedule, Simulation]:
+        schedule = dealing.schedule(number, own.options, mode, len(limits.parts), kept)
+        counts = simulate(tree, schedule, limits.head_starts)
+        return schedule, dataclasses.replace(counts, recomputed_tokens=counts.forward.tokens - dealing.tokens[number])
+
+    schedule, simulation = of_rank(rank)
+    slowest = int(np.argmax(dealing.costs))
+    seconds = limits.cost.estimate(of_rank(slowest)[1]) + exchange_seconds(dealing, limits, link)
+    estimates = Estimates(seconds, limits.cost.source)
+
+    def explain() -> str:
+        return f"one tree over {ranks} ranks, {seconds:.3g} s by estimated cost ({limits.cost.source})"
+
+    return Plan(tree, schedule, simulation, own.options, explain, estimates, limits=limits, dealing=dealing, rank=rank)
 
 
 def plan(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dta_compile.plan.dealing import Dealing
 from dta_compile.plan.events import Work
 from dta_compile.plan.schedule import Forward, Op, Schedule
 from dta_compile.plan.tree.prefix_tree import PrefixTree
@@ -134,6 +135,7 @@ def summarize(
     segments: Sequence[tuple[int, int]] | None = None,
     tokens_lost: Mapping[str, int] | None = None,
     images: Images | None = None,
+    dealing: Dealing | None = None,
 ) -> str:
     """Format counts, strategy and reason, ops by kind and peaks in at most 24 lines of 100 columns."""
     kinds = Counter(type(op).__name__.lower() for op in schedule.ops)
@@ -155,6 +157,7 @@ def summarize(
         ),
         *([("parts", _parts(schedule))] if schedule.others else []),
         *([("groups", _groups(schedule))] if schedule.groups else []),
+        *([("ranks", _ranks(dealing))] if dealing else []),
         ("recompute", f"{stats.tokens_forwarded_twice:,} tokens forwarded again ({again:.1%} of the tree)"),
         ("peaks", _peaks(stats)),
         *_estimates(estimates),
@@ -183,6 +186,15 @@ def _parts(schedule: Schedule) -> str:
 
 def _groups(schedule: Schedule) -> str:
     return f"{len(schedule.groups)} groups of subtrees, one after another, each forward once more before its backward"
+
+
+def _ranks(dealing: Dealing) -> str:
+    """Say how many tokens ranks run, receive states of, and how even their costs are."""
+    tokens, rounds = dealing.tokens, f" in {dealing.rounds} rounds" if dealing.rounds > 1 else ""
+    return (
+        f"{sum(tokens):,} tokens over {dealing.ranks} ranks{rounds}, {min(tokens):,} to {max(tokens):,} each; the "
+        f"slowest {dealing.imbalance - 1:.1%} above the mean; at most {max(dealing.received):,} tokens' states received"
+    )
 
 
 def _peaks(stats: Stats) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from dta_compile.distributed.group import Group
 from dta_compile.errors import RefusalError, VerificationError
 from dta_compile.executable.as_captured import as_captured, has_checkpoints
 from dta_compile.executable.executable import Executable
@@ -37,6 +38,7 @@ from dta_compile.runtime.measure.budget import free_bytes
 from dta_compile.runtime.measure.calibration import Calibration, of_whole_chunks, times_as_fast
 from dta_compile.runtime.measure.profiler import trace_artifact
 from dta_compile.runtime.measure.stopwatch import Stopwatch
+from dta_compile.runtime.one_tree.call import PieceCall, over_ranks
 from dta_compile.runtime.replay.lease import ReplayCache
 from dta_compile.runtime.returned_cache import ReturnedCache
 from dta_compile.runtime.transparent import dense_frontier, no_autocast
@@ -67,6 +69,7 @@ class Engine:
         self.executable, self.captured = executable, captured
         self.options, self.compile_seconds = options, compile_seconds
         self.ranks = ranks or Ranks()
+        self.group = None if options.mesh is None else Group(options.mesh)
         self.sizes = Sizes(executable.symbols)
         self.has_checkpoints = has_checkpoints(captured)
         self.last_plan: Plan | None = None
@@ -153,7 +156,7 @@ class Engine:
         call = self.planned(args, mode, cache_now, layers)
         try:
             with no_autocast():
-                values = frontier_of_groups(call) if call.groups else dense_frontier(call)
+                values = _dense_values(call)
         finally:
             call.predict_peak()
         frontier = [value for value in values if value is not None]
@@ -183,7 +186,6 @@ class Engine:
                 elif groups > len(call.groups):  # another rank needs more, and all have to gather alike
                     call = plan_call(call, mode, wanted, groups)
             self.last_plan = call.plan
-        self._trace(call)
         if layers is not None:
             if self.options.verify == "auto" and not self.checked:
                 self.verdict = "skipped: layers are gathered from other ranks one at a time"
@@ -195,6 +197,10 @@ class Engine:
             self._checked_swaps = swaps
             skipped = verdict.startswith("skipped")
             self.verdict = f"{self.verdict}; with generated code {verdict}" if skipped else verdict
+        if self.group is not None:
+            call = over_ranks(call, mode, self.group, self.options.strategy == "one_tree")
+            self.last_plan = call.plan
+        self._trace(call)
         call.plan.estimates.self_check = self.verdict
         return call
 
@@ -238,7 +244,8 @@ class Engine:
         options = dataclasses.replace(
             self.options,
             verify="off",
-            strategy="packed" if self.options.strategy == "auto" else self.options.strategy,
+            strategy="packed" if self.options.strategy in ("auto", "one_tree") else self.options.strategy,
+            mesh=None,
             sweep=sweep,
             chunk_size=min(self.options.chunk_tokens, max(1, columns // 2)),
             memory_budget=None,
@@ -283,7 +290,7 @@ class Engine:
             dense = self.executable.prologue.function(*args)
         context = CallContext(
             self.executable,
-            dataclasses.replace(self.options, sweep=sweep),
+            _of_own_tree(self.options, sweep),
             self.sizes,
             self.replays,
             self.calibration,
@@ -325,6 +332,19 @@ class Engine:
         received = [dense[slot] for slot in self.executable.epilogue_slots]
         outputs: tuple[Any, ...] = self.executable.epilogue.function(*args, *frontier, *received)
         return outputs
+
+
+def _of_own_tree(options: Options, sweep: str) -> Options:
+    """Return the options for planning a rank's own tree, which `over_ranks` may replace."""
+    strategy = "auto" if options.strategy == "one_tree" else options.strategy
+    return dataclasses.replace(options, sweep=sweep, strategy=strategy, mesh=None)
+
+
+def _dense_values(call: PlannedCall) -> list[torch.Tensor | None]:
+    """Run the forward of a call; return its dense frontier values."""
+    if isinstance(call, PieceCall):
+        return call.dense_values()
+    return frontier_of_groups(call) if call.groups else dense_frontier(call)
 
 
 def _pays_layer_by_layer(call: PlannedCall) -> bool:

@@ -160,7 +160,7 @@ class TreeRun:
             return [None] * (self.received + len(parameters))
         self.used |= {part.reads[i] for i in joint.differentiated_reads}
         if call.by_stages:
-            executor.path = call.path(part)
+            executor.enter_path(call.path(part))
         gradients, active = row_gradients(call, executor, grads[sent:]), None
         executor.path.allocate_gradients()
         totals = accumulators(joint, parameters, lease, self.sums)

@@ -55,7 +55,11 @@ class Ancestors:
         shifted = np.arange(initial, initial + tokens) - np.arange(1, initial + 1)[:, None]
         self._others = np.flatnonzero((table != shifted).any(0))
         self._above = table[:, self._others]
-        self._kept = initial + kept[:, None] - np.arange(initial, 0, -1)  # segment 0 starts from the initial state
+        self._kept = np.empty((len(kept), initial), np.int64)
+        rows = initial + kept - 1
+        for number in reversed(range(initial)):
+            self._kept[:, number] = rows
+            rows = np.maximum(above[rows], 0)
         self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

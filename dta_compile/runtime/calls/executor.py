@@ -21,6 +21,7 @@ from dta_compile.plan import Segment, Work, segments
 from dta_compile.plan.events import KeptSpines, attention_pairs
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore
 from dta_compile.plan.tree.chunk import Chunk, Slice
+from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.runtime.calls.schedule_buffers import ScheduleBuffers
 from dta_compile.runtime.measure.profiler import named
 from dta_compile.runtime.measure.stopwatch import Stopwatch
@@ -169,6 +170,10 @@ class Executor:
     def leave_path(self) -> None:
         """Release the memory of the (empty) stack; the backward is given a new one."""
         self.path = PathStack((), (), 0, self.path.device)
+
+    def enter_path(self, path: PathStack) -> None:
+        """Take a new (empty) stack, for the backward."""
+        self.path = path
 
     def run(
         self, ops: Sequence[Op], buffers: ScheduleBuffers, on_attach: Callable[[tuple[int, ...]], bool]
@@ -348,16 +353,13 @@ class Executor:
         size, heads_size = (self.lease.size(count) if self.lease else count for count in (real, heads_real))
         if size > real:  # padding is one more branch that hangs from the stack
             parts = [*parts, Segment(real, size, size, chunk.start, -1)]
-        units, first = [], 0
-        for part in chunk.slices:
-            units += [(a + first - part.start, b + first - part.start) for a, b in tree.units_in(part).tolist()]
-            first += part.tokens
-        shape = ChunkShape.of(chunk.start, chunk.spine.tokens if chunk.spine is not None else 0, parts, units)
+        spine = chunk.spine.tokens if chunk.spine is not None else 0
+        shape = ChunkShape.of(chunk.start, spine, parts, unit_tokens(tree, chunk))
         pairs = sum(attention_pairs(part) for part in chunk.slices)
         return BatchChunk(
             shape,
-            rows=Rows(_merged(ranges), device, size),
-            heads=Rows(_merged(head_ranges), device, heads_size),
+            rows=Rows(merged(ranges), device, size),
+            heads=Rows(merged(head_ranges), device, heads_size),
             readers=padded(readers_of_all, heads_size),
             work=Work(1, len(chunk.slices), real, pairs, heads_real),
             replayable=self.lease is not None and self.lease.replays(size, heads_size),
@@ -396,7 +398,16 @@ class Executor:
             return run(arguments)
 
 
-def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def unit_tokens(tree: PrefixTree, chunk: Chunk) -> list[tuple[int, int]]:
+    """Return the units of a chunk, in token numbers of the chunk."""
+    units, first = [], 0
+    for part in chunk.slices:
+        units += [(a + first - part.start, b + first - part.start) for a, b in tree.units_in(part).tolist()]
+        first += part.tokens
+    return units
+
+
+def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Merge adjacent ranges of rows."""
     merged: list[tuple[int, int]] = []
     for start, stop in ranges:

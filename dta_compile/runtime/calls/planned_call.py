@@ -136,7 +136,7 @@ class PlannedCall(Call):
         cache, watch = self.context.replays, self.stopwatch
         runs = [op.chunk.tokens for op in self.plan.schedule.ops if isinstance(op, (Anchor, Forward, Backward))]
         if cache is not None and part is self.executable.whole and cache.pays(self.device, runs):
-            layers, capacity, attention = self._layers(part), self._capacity, self.context.options.attention
+            layers, capacity, attention = self._layers(part), self.stack_tokens, self.context.options.attention
             parameters = data.whole[: len(self.executable.region_parameters)]
             lease = cache.lease(*layers, capacity, self.device, attention, parameters, codes)
         path = lease.path if lease else self.path(part)
@@ -148,7 +148,7 @@ class PlannedCall(Call):
 
     def path(self, part: Part) -> PathStack:
         """Allocate a path stack for the layers of a part."""
-        return PathStack(*self._layers(part), self._capacity, self.device)
+        return PathStack(*self._layers(part), self.stack_tokens, self.device)
 
     def _layers(self, part: Part) -> tuple[list[MixerLayer], list[AnyRuntime]]:
         return [self.executable.mixers[i] for i in part.layers], [self._runtimes[i] for i in part.layers]
@@ -160,8 +160,19 @@ class PlannedCall(Call):
         return {number: filler for number, filler in known.items() if filler > CERTAIN}
 
     @property
-    def _capacity(self) -> int:
+    def stack_tokens(self) -> int:
+        """Most tokens whose states are on the path."""
         return self.plan.simulation.peak_stack_tokens
+
+    @property
+    def computed_rows(self) -> int:
+        """Number of rows of the tree that this process computes."""
+        return self.rows.tree.num_rows
+
+    @property
+    def computed_heads(self) -> int:
+        """Number of head rows that this process computes."""
+        return len(self.rows.head_positions)
 
     @functools.cached_property
     def _runtimes(self) -> list[AnyRuntime]:
@@ -174,7 +185,7 @@ class PlannedCall(Call):
 
     def _chunk_data(self, part: Part) -> ChunkData:
         """Split the inputs of a part into constants, inputs by tree row and inputs by head row."""
-        executable, rows = self.executable, self.rows
+        executable = self.executable
         first = len(executable.region_parameters)
         after = first + len(executable.constant_inputs), len(executable.trunk_inputs)
         readers = sum(after)
@@ -184,12 +195,14 @@ class PlannedCall(Call):
         whole = [*(p.detach() for p in self.parameters(part)), *(self.dense[slot] for slot in constants)]
         return ChunkData(
             whole,
-            [self._gathered(item, rows.row_coordinates) for item in trunk],
+            [self._gathered(item, of_head=False) for item in trunk],
             readers in part.inputs,
-            [self._gathered(item, rows.head_coordinates) for item in head],
+            [self._gathered(item, of_head=True) for item in head],
         )
 
-    def _gathered(self, item: ChunkInput, coordinates: tuple[Integers, Integers]) -> Gathered:
+    def _gathered(self, item: ChunkInput, of_head: bool) -> Gathered:
+        """Return an input by tree row, or by head row."""
+        coordinates = self.rows.head_coordinates if of_head else self.rows.row_coordinates
         return gathered(item, self.dense[item.slot], self.rows, coordinates, self.window(item.layout.frame))
 
 
@@ -404,7 +417,8 @@ def _bytes_of_part(call: Call, part: Part) -> PartBytes:
 def _peak_bytes(call: PlannedCall) -> float:
     """Predict the peak bytes of a call and its backward, without parameters gathered from other ranks."""
     rows, plan, wanted = call.rows, call.plan, call.wanted
-    heads, by_stages = len(rows.head_positions), plan.schedule.sweep == "stages"
+    heads, by_stages = call.computed_heads, plan.schedule.sweep == "stages"
+    share = call.computed_rows / max(rows.tree.num_rows, 1)
     features = [value.dtype.itemsize * math.prod(value.features) for value in call.executable.frontier]
     stored = [heads * size if is_wanted else 0 for size, is_wanted in zip(features, wanted, strict=True)]
     dense = [
@@ -412,14 +426,14 @@ def _peak_bytes(call: PlannedCall) -> float:
         for value, size, is_wanted in zip(call.executable.frontier, features, wanted, strict=True)
     ]
     parts = [
-        known._replace(returned=sum(dense[i] + stored[i] for i in part.frontier))
+        known._replace(sent=known.sent * share, returned=sum(dense[i] + stored[i] for i in part.frontier))
         for known, part in zip(
             plan.limits.parts_of(plan.schedule.sweep),
             call.executable.parts if by_stages else (call.executable.whole,),
             strict=True,
         )
     ]
-    stack_tokens = plan.simulation.peak_stack_tokens
+    stack_tokens = call.stack_tokens
     first, second = bytes_of_halves(rows.tree, plan.schedule, parts, stack_tokens, rows.head_starts)
     forward = sum(stored) + first
     if not call.executable.training or plan.schedule.mode == "score":

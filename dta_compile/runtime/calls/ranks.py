@@ -24,6 +24,8 @@ T = TypeVar("T")
 class Ranks:
     """Ranks of a tensor-parallel group; by default this process alone, for which all methods are no-ops."""
 
+    what = "tensor parallelism"  # for messages
+
     def __init__(self, group: Any = None) -> None:
         self._group = None if group is None else Group(group)
 
@@ -67,7 +69,7 @@ class Ranks:
         if failed is not None and len(problems) == len(answers):
             raise failed
         for rank, problem in problems.items():
-            raise RuntimeContractError(f"tensor parallelism: rank {rank} of {len(answers)}: {problem}") from failed
+            raise RuntimeContractError(f"{self.what}: rank {rank} of {len(answers)}: {problem}") from failed
 
     def require_same(self, what: str, *parts: Any) -> None:
         """Raise on all ranks if `parts` differ between them.

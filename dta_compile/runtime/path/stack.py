@@ -133,9 +133,7 @@ class PathStack:
 
     def write(self, layer: int, *states: torch.Tensor) -> None:
         """Copy the states of the chunk's spine onto the path."""
-        if layer in self.fillers:
-            for column, state in enumerate(states[::2], 1):  # keys, and tables by distance
-                self._measure(layer, column, state)
+        self._measure_keys(layer, states)
         self.states[layer].write(self._reach(), states)
 
     def mix(self, layer: int, *arguments: Any) -> torch.Tensor | Tensors:
@@ -146,14 +144,13 @@ class PathStack:
         if layer in self.running:
             return self._run(layer, operands, constants)
         self.write(layer, *mixer.states_of(operands))
-        if layer in self.fillers:
-            self._measure(layer, 0, operands[0], constants[0])
+        self._measure_queries(layer, operands, constants)
         results = self.results.pop(layer, None)
         if results is None:
             results = self._runtime(layer).forward(self._inputs(layer, operands, constants))
         if self.recorded is not None:
             self.recorded[layer] = tuple(result.clone() for result in results)  # the graph may write over its own
-        return _as_returned(results)
+        return as_returned(results)
 
     def mix_backward(self, layer: int, grad: torch.Tensor, *arguments: Any) -> torch.Tensor | Tensors:
         """Run a mixer's `backward` operator; return the gradients of the chunk's operands.
@@ -169,7 +166,16 @@ class PathStack:
             inputs = self._inputs(layer, operands, constants)
             grads = self._runtime(layer).backward(grad, results, inputs, states.gradients_above(reach))
             states.take(reach, mixer.states_of(grads))
-        return _as_returned(tuple(map(_in_dtype_of, operands, grads)))
+        return as_returned(tuple(map(in_dtype_of, operands, grads)))
+
+    def _measure_keys(self, layer: int, states: Tensors) -> None:
+        if layer in self.fillers:
+            for column, state in enumerate(states[::2], 1):  # keys, and tables by distance
+                self._measure(layer, column, state)
+
+    def _measure_queries(self, layer: int, operands: Tensors, constants: tuple[Any, ...]) -> None:
+        if layer in self.fillers:
+            self._measure(layer, 0, operands[0], constants[0])
 
     def _measure(self, layer: int, column: int, vectors: torch.Tensor, scale: float = 1.0) -> None:
         """Update `norms` by queries, keys or tables; a token that is not finite is none that a mask could hide."""
@@ -242,11 +248,12 @@ class StagePath:
         return self._path.mix_backward(self._layers[layer], grad, *arguments)
 
 
-def _in_dtype_of(operand: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def in_dtype_of(operand: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient in the dtype of its operand."""
     dtype = operand.dtype
     return gradient if gradient.dtype is dtype else gradient.to(dtype)  # `to` costs host time even as a no-op
 
 
-def _as_returned(results: Tensors) -> torch.Tensor | Tensors:
+def as_returned(results: Tensors) -> torch.Tensor | Tensors:
     """Unwrap a single result, like an operator with one output."""
     return results if len(results) > 1 else results[0]

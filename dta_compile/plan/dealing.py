@@ -1,0 +1,257 @@
+"""Deal one prefix tree out over ranks: which tokens each computes, and which states it reads of others.
+
+Rows of a tree are in depth-first order, so all rows above a row come before it. The rows are cut into *pieces* of equal
+cost, consecutive ranges `[start, stop)`, which go to the ranks in turn: piece `p` to rank `p % ranks` in round
+`p // ranks`. The rows above a piece that are not in it lie on a single path, that of its first row: what a rank reads
+of others is one path per piece, and other ranks have computed it in the same round or in an earlier one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from dta_compile.errors import PlanError
+from dta_compile.options import Options
+from dta_compile.plan.cost import Limits
+from dta_compile.plan.events import Work
+from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Schedule
+from dta_compile.plan.tree.chunk import Chunk, Slice
+from dta_compile.plan.tree.lexicographic import IntArray
+from dta_compile.plan.tree.prefix_tree import PrefixTree
+
+ONE_TREE = "one_tree"
+"""Name of the strategy."""
+IN_TURN = 0.2  # share of a recurrent model's time that is spent in its recurrences, an assumption
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dealing:
+    """Pieces of a tree over ranks.
+
+    Attributes:
+        tree: the prefix tree of all ranks' sequences.
+        ranks: number of ranks.
+        bounds: `[rounds * ranks + 1]` ascending rows; piece `p` has the rows `[bounds[p], bounds[p + 1])`.
+        costs: `[ranks]` cost of each rank's rows, in the unit of the rates that they were dealt out by.
+    """
+
+    tree: PrefixTree
+    ranks: int
+    bounds: IntArray
+    costs: IntArray | Sequence[float]
+
+    @classmethod
+    def of(cls, tree: PrefixTree, ranks: int, most_tokens: int, rates: tuple[float, float] = (1.0, 0.0)) -> Dealing:
+        """Deal a tree out in pieces of at most `most_tokens` tokens, or of the longest unit if that has more.
+
+        Args:
+            rates: cost per token, and per query-key pair; a token at depth d has d + 1 pairs.
+        """
+        token, pair = rates
+        total = np.concatenate([[0.0], np.cumsum(token + pair * (tree.depths() + 1.0))])
+        most, rounds = max(most_tokens, tree.longest_unit), 1
+        bounds = _cut(tree, total, ranks)
+        while np.diff(bounds).max(initial=0) > most:
+            rounds = max(rounds + 1, -(-tree.num_rows // (most * ranks)))
+            finer = _cut(tree, total, ranks * rounds)
+            if not np.diff(finer).all():  # every rank takes part in every round but the only one
+                break
+            bounds = finer
+        return cls(tree, ranks, bounds, [float(cost) for cost in _by_rank(np.diff(total[bounds]), ranks)])
+
+    @property
+    def rounds(self) -> int:
+        """Number of pieces of each rank."""
+        return (len(self.bounds) - 1) // self.ranks
+
+    @property
+    def imbalance(self) -> float:
+        """Largest cost of a rank over the mean: 1.0 if all have equal work."""
+        return max(self.costs) * self.ranks / max(sum(self.costs), 1e-300)
+
+    @functools.cached_property
+    def tokens(self) -> list[int]:
+        """Number of tokens of each rank."""
+        counts: list[int] = _by_rank(np.diff(self.bounds), self.ranks).tolist()
+        return counts
+
+    def piece(self, rank: int, number: int) -> tuple[int, int]:
+        """Return the rows `[start, stop)` of a rank in a round."""
+        piece = number * self.ranks + rank
+        return int(self.bounds[piece]), int(self.bounds[piece + 1])
+
+    def rows(self, rank: int) -> IntArray:
+        """Return the rows of a rank, ascending."""
+        pieces = (np.arange(*self.piece(rank, number)) for number in range(self.rounds))
+        return np.concatenate([np.zeros(0, np.int64), *pieces])
+
+    def owners(self, rows: IntArray) -> IntArray:
+        """Return the piece that each row is in."""
+        owners: IntArray = np.searchsorted(self.bounds, rows, side="right") - 1
+        return owners
+
+    def above(self, rank: int, number: int) -> IntArray:
+        """Return the rows above a rank's piece that are not in it, by depth; empty if the piece is."""
+        start, stop = self.piece(rank, number)
+        if start == stop:
+            return np.zeros(0, np.int64)
+        node = int(np.searchsorted(self.tree.row, start, side="right")) - 1
+        depth = int(self.tree.start[node]) + start - int(self.tree.row[node])
+        return self.tree.rows(int(self.tree.sequence[node]), 0, depth)
+
+    def starts(self, rank: int, number: int) -> IntArray:
+        """Return the depths of the path above a rank's piece at which tokens of the piece continue it, descending."""
+        (start, stop), tree = self.piece(rank, number), self.tree
+        if start == stop:
+            return np.zeros(0, np.int64)
+        nodes = np.arange(*np.searchsorted(tree.row, (start + 1, stop)))  # those that begin after the first row
+        parents = tree.parent[nodes]
+        above = np.where(parents < 0, -1, tree.row[parents] + tree.stop[parents] - tree.start[parents] - 1)
+        depths = np.concatenate([[len(self.above(rank, number))], tree.start[nodes[above < start]]])
+        return np.unique(depths)[::-1]
+
+    @functools.cached_property
+    def received(self) -> list[int]:
+        """Number of tokens whose states each rank receives in a forward of a layer."""
+        counts = [0] * self.ranks
+        for rank in range(self.ranks):
+            for number in range(self.rounds):
+                owners = self.owners(self.above(rank, number)) % self.ranks
+                counts[rank] += int((owners != rank).sum())
+        return counts
+
+    def chunks(self, rank: int) -> list[Chunk]:
+        """Return the pieces of a rank as chunks, without those that are empty; see `chunk_of`."""
+        pieces = [self.piece(rank, number) for number in range(self.rounds)]
+        return [chunk_of(self.tree, start, stop) for start, stop in pieces if start < stop]
+
+    def schedule(self, rank: int, options: Options, mode: str, parts: int = 1, kept: int = 0) -> Schedule:
+        """Return the ops of a rank, for a sweep of stages.
+
+        The states that other pieces read are exchanged while an op runs: all ranks run the ops of a round together. The
+        second half computes again the states of all rounds that later ones read, and goes backward through the rounds.
+
+        Args:
+            kept: number of the last of `parts` that keep their graphs from the first half to the second.
+        """
+        chunks = self.chunks(rank)
+        size = max((chunk.tokens for chunk in chunks), default=1)
+
+        def ops(keeps: bool) -> Schedule:
+            first: list[Op] = [Forward(chunk, True) if keeps else Anchor(chunk, True) for chunk in chunks]
+            if sequences := tuple(range(len(self.tree.lengths))):
+                first.append(Attach(sequences))
+            second: list[Op] = [] if keeps else [Anchor(chunk) for chunk in chunks[:-1]]
+            for chunk in reversed(chunks):
+                second += [Backward(chunk)] if keeps else [Forward(chunk), Backward(chunk)]
+            return Schedule(
+                (*first, *(() if mode == "score" else second)), ONE_TREE, options.order, mode, size, "stages"
+            )
+
+        if mode == "score" or not kept:
+            return ops(False)
+        return ops(False).with_parts([(parts - kept, ops(False)), (kept, ops(True))])
+
+    def check(self) -> None:
+        """Verify that the pieces divide the rows of the tree, and that what a piece reads is computed no later.
+
+        Raises:
+            PlanError: they do not; a mistake of the planner.
+        """
+        bounds = self.bounds
+        divides = bounds[0] == 0 and bounds[-1] == self.tree.num_rows and (np.diff(bounds) >= 0).all()
+        if not divides or (self.rounds > 1 and not np.diff(bounds).all()):
+            raise PlanError("pieces of a tree do not divide its rows", got=str(bounds.tolist())[:200])
+        for piece in range(len(bounds) - 1):
+            rows = self.above(piece % self.ranks, piece // self.ranks)
+            if len(rows) and (rows.max() >= bounds[piece] or (np.diff(rows) <= 0).any()):
+                raise PlanError("a piece of a tree reads rows that come later", got=f"piece {piece}: {rows.max()}")
+
+
+def chunk_of(tree: PrefixTree, start: int, stop: int) -> Chunk:
+    """Return the rows `[start, stop)` as a chunk of branches: consecutive rows of one path are one slice.
+
+    A branch continues an earlier one, or the path above the first row at any depth (other than in other chunks).
+    """
+    first = int(np.searchsorted(tree.row, start, side="right")) - 1
+    nodes = range(first, int(np.searchsorted(tree.row, stop)))
+    slices: list[Slice] = []
+    for node in nodes:
+        row, depth = int(tree.row[node]), int(tree.start[node])
+        low, high = max(start, row), min(stop, row + int(tree.stop[node]) - depth)
+        part = Slice(int(tree.sequence[node]), depth + low - row, depth + high - row)
+        if slices and slices[-1].stop == part.start and tree.parent[node] == node - 1:
+            part = Slice(part.sequence, slices.pop().start, part.stop)
+        slices.append(part)
+    return Chunk(None, tuple(slices))
+
+
+def deal_out(tree: PrefixTree, options: Options, limits: Limits, mode: str, ranks: int) -> tuple[Dealing, int]:
+    """Deal a tree out by the limits that ranks agree on.
+
+    Returns:
+        the pieces, and how many parts, counted from the last, keep their graphs from forward to backward.
+    """
+    sizes = limits.chunk_sizes if options.chunk_size is None else (options.chunk_size,)
+    forward, backward = limits.cost.forward, limits.cost.backward
+    token = sum(rates.token + rates.head for rates in (forward, backward))
+    dealing = Dealing.of(tree, ranks, max(sizes), (token, forward.pair + backward.pair))
+    if mode == "score" or not limits.parts:
+        return dealing, 0
+    if limits.budget is None:
+        return dealing, len(limits.parts)
+    heads = np.arange(tree.num_rows + 1) if limits.head_starts is None else limits.head_starts
+    most = Work(0, 0, max(dealing.tokens), 0, int(_by_rank(np.diff(heads[dealing.bounds]), ranks).max(initial=0)))
+    kept, left = 0, float(limits.budget)
+    for number, part in enumerate(reversed(limits.parts)):
+        # The last part goes backward right after its forward: one piece of it is not kept beside others.
+        left -= part.footprint.graph(most) if number or dealing.rounds > 1 else 0.0
+        if left < 0:
+            break
+        kept += 1
+    return dealing, kept
+
+
+def exchange_seconds(dealing: Dealing, limits: Limits, link: float) -> float:
+    """Return the seconds that ranks wait for each other in a step, besides those that they compute.
+
+    States of tokens are sent forward, once more if they are computed again, and back as gradients in float32, of which
+    none is hidden behind computation. Running states are computed by one rank after the other.
+    """
+    sent = 4 * limits.footprint.kv_token * max(dealing.received) / link
+    if not limits.footprint.has_states:
+        return sent
+    in_turn = (limits.cost.forward.token + limits.cost.backward.token) * dealing.tree.num_rows * IN_TURN
+    return sent + in_turn * (1 - 1 / dealing.ranks)
+
+
+def _cut(tree: PrefixTree, total: IntArray, pieces: int) -> IntArray:
+    """Cut rows with the running `total` of their costs into pieces of equal cost, outside of units."""
+    bounds: IntArray = np.searchsorted(total, total[-1] * np.arange(1, pieces) / pieces).astype(np.int64)
+    before = np.maximum(bounds - 1, 0)
+    aims = total[-1] * np.arange(1, pieces) / pieces
+    bounds = np.where(aims - total[before] < total[bounds] - aims, before, bounds)  # the nearer of two
+    if tree.units is not None:
+        bounds = np.array([_outside_unit(tree, bound) for bound in bounds.tolist()], np.int64)
+    return np.concatenate([[0], np.maximum.accumulate(bounds), [tree.num_rows]]).astype(np.int64)
+
+
+def _outside_unit(tree: PrefixTree, row: int) -> int:
+    """Return the row, or the nearest bound of the unit that it would cut."""
+    if not 0 < row < tree.num_rows:
+        return row
+    node = int(np.searchsorted(tree.row, row, side="right")) - 1
+    depth = int(tree.start[node]) + row - int(tree.row[node])
+    above, below = tree.unit_at(int(tree.sequence[node]), depth)
+    if above == below or depth == int(tree.start[node]):  # no unit is cut, as none reaches over a fork
+        return row
+    return row + (above - depth if depth - above <= below - depth else below - depth)
+
+
+def _by_rank(values: IntArray, ranks: int) -> IntArray:
+    summed: IntArray = values.reshape(-1, ranks).sum(0)
+    return summed

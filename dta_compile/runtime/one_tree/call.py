@@ -1,0 +1,372 @@
+"""Plan a call whose ranks run one prefix tree: gather keys, deal the tree out, move inputs to where they are read.
+
+Every rank has planned the tree of its own rows (`plan_call`) before. `over_ranks` is the entry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from dta_compile.distributed.group import Group
+from dta_compile.errors import RuntimeContractError
+from dta_compile.executable.chunk import Part
+from dta_compile.executable.executable import ChunkInput
+from dta_compile.plan.dealing import Dealing
+from dta_compile.plan.plan import plan_of_ranks
+from dta_compile.plan.tree.lexicographic import codes_of, combine
+from dta_compile.plan.tree.prefix_tree import PrefixTree
+from dta_compile.proofs.mask_class import MaskClass
+from dta_compile.runtime.calls.executor import Executor
+from dta_compile.runtime.calls.masks import ReadMasks
+from dta_compile.runtime.calls.mixers import runtimes_of
+from dta_compile.runtime.calls.planned_call import PlannedCall
+from dta_compile.runtime.calls.ranks import Ranks
+from dta_compile.runtime.one_tree.executor import PieceExecutor
+from dta_compile.runtime.one_tree.frontier import ComputedRows, FrontierFunction, OwnedRows
+from dta_compile.runtime.one_tree.path import PiecePath
+from dta_compile.runtime.one_tree.routes import HeadRoutes, StateRoutes, head_routes, transfer
+from dta_compile.runtime.path.interface import AnyRuntime
+from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens, Integers
+from dta_compile.runtime.rows.buffers import Gathered
+from dta_compile.runtime.rows.dense_to_tree import entries_first, entry_index, over_batch, to_numpy
+from dta_compile.runtime.rows.upload import upload
+from dta_compile.runtime.transparent import dense_frontier
+
+LINK_BYTES = {"cuda": 2e11, "cpu": 1e9}  # bytes a second between ranks: NVLink of a node, and the loopback
+
+
+class _Facts(NamedTuple):
+    """What a rank tells the others about its call.
+
+    Attributes:
+        tokens: `[P, C]` for every real token: whether it begins a sequence, whether it is joined with the one before,
+            whether its outputs are used, and the contents of its keys.
+        widths: number of columns of each trunk key, then of each head key.
+        masks: class of each mask, and the numbers that they hide keys by; None: the rank has no tokens.
+        columns, from_first: tokens of a row, and whether every sequence begins at the first of its row.
+        constants: digest of the values that all tokens read.
+        limits: properties of its machine.
+        seconds: estimate of its own tree.
+    """
+
+    tokens: Integers
+    widths: tuple[int, ...]
+    masks: tuple[list[MaskClass], list[float]] | None
+    columns: int
+    from_first: bool
+    constants: str
+    limits: Any
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PieceCall(PlannedCall):
+    """Call of a rank that runs pieces of the group's tree.
+
+    Attributes:
+        group: the ranks.
+        routes, heads: which rows this rank exchanges with others.
+        owned: ways of frontier values to the ranks that own their tokens.
+        inputs: by dense slot and whether the head reads it, the input's values for this rank's rows.
+        spans: masks as all ranks read them.
+    """
+
+    group: Group = dataclasses.field(kw_only=True)
+    routes: StateRoutes = dataclasses.field(kw_only=True)
+    heads: HeadRoutes = dataclasses.field(kw_only=True)
+    owned: OwnedRows = dataclasses.field(kw_only=True)
+    inputs: dict[tuple[int, bool], Gathered] = dataclasses.field(kw_only=True)
+    spans: ReadMasks = dataclasses.field(kw_only=True)
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """See `PlannedCall.parts`."""
+        return self.executable.parts
+
+    @property
+    def stack_tokens(self) -> int:
+        """See `PlannedCall.stack_tokens`: those above a piece, and those that other pieces read."""
+        above = max((len(piece.above) for piece in self.routes.pieces), default=0)
+        return above + sum(map(len, self.routes.exported))
+
+    @property
+    def computed_rows(self) -> int:
+        """See `PlannedCall.computed_rows`."""
+        return self.routes.dealing.tokens[self.group.rank]
+
+    @property
+    def computed_heads(self) -> int:
+        """See `PlannedCall.computed_heads`."""
+        return len(self.heads.computed)
+
+    def dense_values(self) -> list[torch.Tensor | None]:
+        """Run the forward of all parts; return this rank's dense frontier values (None: not wanted)."""
+        computed = dense_frontier(self)
+        wanted = [number for number, rows in enumerate(computed) if rows is not None]
+        dense = FrontierFunction.apply(self.owned, *(computed[number] for number in wanted))
+        by_number = dict(zip(wanted, dense, strict=True))
+        return [by_number.get(number) for number in range(len(computed))]
+
+    def executor(self, part: Part | None = None) -> Executor:
+        """See `PlannedCall.executor`."""
+        assert part is not None
+        if self.executable.joint.generated is not None:
+            self.plan.estimates.codegen = str(self.executable.joint.generated)
+        frontier = [self.executable.frontier[i] for i in part.frontier]
+        path, codes = self.path(part), self.generated_code
+        path.watch(self._fillers(part))
+        arguments = part, frontier, self._chunk_data(part), self.rows, path, self.stopwatch, None, codes
+        real = [numbered for numbered in enumerate(self.routes.pieces) if numbered[1].start < numbered[1].stop]
+        pieces = dict(zip(self.plan.schedule.chunks, real, strict=True))
+        return PieceExecutor(*arguments, pieces=pieces, computed=self.heads.computed)
+
+    def path(self, part: Part) -> PiecePath:
+        """See `PlannedCall.path`."""
+        return PiecePath(*self._layers(part), self.device, self.group, self.routes)
+
+    @functools.cached_property
+    def _runtimes(self) -> list[AnyRuntime]:
+        return runtimes_of(self.executable, self.spans, self.device, self.context.options.attention)
+
+    def _gathered(self, item: ChunkInput, of_head: bool) -> Gathered:
+        """See `PlannedCall`; inputs have been moved to this rank."""
+        return self.inputs[item.slot, of_head]
+
+
+class GroupRanks(Ranks):
+    """Ranks that run pieces of one tree; each may be a group of tensor-parallel ranks, which decide together first."""
+
+    what = "one tree over ranks"
+
+    def __init__(self, group: Group, inner: Ranks) -> None:
+        super().__init__()
+        self._group, self.inner = group, inner
+
+    def check(self, require: Callable[[], None]) -> None:
+        """See `Ranks.check`."""
+        self.inner.check(lambda: super(GroupRanks, self).check(require))
+
+    def with_gradient(self, active: Any, given: Sequence[bool]) -> Any:
+        """See `Ranks.with_gradient`: tensor-parallel ranks have the same rows, others do not."""
+        return self.inner.with_gradient(active, given)
+
+
+def over_ranks(own: PlannedCall, mode: str, group: Group, is_forced: bool) -> PlannedCall:
+    """Plan one tree of the rows of all ranks; return `own`, the call over this rank's rows, where that is cheaper.
+
+    A collective of all ranks, which decide alike.
+
+    Args:
+        is_forced: run one tree whatever it costs.
+
+    Raises:
+        RuntimeContractError: on all ranks, if their calls do not fit, or one of them has raised an error.
+    """
+    ranks = GroupRanks(group, own.context.ranks)
+    facts = [*group.gather_checked(lambda: _facts(own))]
+    _require_alike(facts)
+    rows, begins = _rows_of_all(own, facts)
+    limits = own.plan.limits.agreed([of_rank.limits for of_rank in facts]).of_sweep("stages")
+    limits = dataclasses.replace(limits, head_starts=rows.head_starts)
+    plan = plan_of_ranks(rows.tree, own.plan, limits, mode, group.rank, group.size, _link(own))
+    assert plan.dealing is not None
+    slowest = max(of_rank.seconds for of_rank in facts)
+    if not is_forced and plan.estimates.seconds >= slowest:
+        note = (
+            f"one tree over {group.size} ranks would take {plan.estimates.seconds / max(slowest, 1e-9):.2f} of the time"
+        )
+        own.plan.estimates.notes.append(note)
+        return own
+    plan.estimates.notes += own.plan.estimates.notes
+    routes, heads = StateRoutes(plan.dealing, group.rank), head_routes(rows, plan.dealing, begins, group.rank)
+    of_tokens = rows.head_rows.reshape(-1)[begins[group.rank] : begins[group.rank + 1]]
+    layout = dataclasses.replace(own.layout, rows=_own_heads(own, of_tokens, heads, len(rows.head_positions)))
+    wanted = [number for number, is_wanted in enumerate(own.wanted) if is_wanted]
+    spans = _spans(facts) or own.masks
+    fields = {field.name: getattr(own, field.name) for field in dataclasses.fields(own)}
+    fields |= {
+        "context": dataclasses.replace(own.context, ranks=ranks),
+        "masks": dataclasses.replace(own.masks, classes=spans.classes, fillers=spans.fillers),
+        "layout": ComputedRows(rows, own.layout.used),
+        "plan": plan,
+        "groups": (),
+    }
+    return PieceCall(
+        **fields,
+        group=group,
+        routes=routes,
+        heads=heads,
+        owned=OwnedRows(group, heads, layout, own.executable.frontier, wanted),
+        inputs=_moved_inputs(own, group, rows, plan.dealing, begins),
+        spans=spans,
+    )
+
+
+def _facts(own: PlannedCall) -> _Facts:
+    executable, masks = own.executable, own.masks
+    places = np.flatnonzero(masks.valid)
+    starts = masks.starts
+    if starts is None:
+        starts = np.zeros_like(masks.valid)
+        rows = np.flatnonzero(masks.valid.any(1))
+        starts[rows, masks.valid.argmax(1)[rows]] = True
+    joined = np.zeros_like(starts) if masks.joined is None else masks.joined
+    used = np.logical_or.reduce([np.zeros_like(starts), *(mask for mask in own.layout.used if mask is not None)])
+    columns = [flags.reshape(-1)[places].astype(np.int64)[:, None] for flags in (starts, joined, used)]
+    keys = [
+        _contents(own, item).reshape(masks.valid.size, -1)[places]
+        for item in (*executable.trunk_keys, *executable.head_keys)
+    ]
+    shared = (own.dense[slot] for slot in executable.constant_inputs)
+    return _Facts(
+        np.concatenate([*columns, *keys], 1),
+        tuple(key.shape[1] for key in keys),
+        (masks.classes, masks.fillers) if len(places) else None,
+        masks.valid.shape[1],
+        masks.from_first,
+        _digest_of(shared),
+        own.plan.limits.of_machine,
+        own.plan.estimates.seconds,
+    )
+
+
+def _contents(own: PlannedCall, item: ChunkInput) -> Integers:
+    """Return `[B, S, c]` numbers that are equal where the values of a key are, on any rank.
+
+    Values of more than 8 bytes are hashed, to 128 bits.
+    """
+    entries = to_numpy(entries_first(own.dense[item.slot].detach(), item.layout))
+    flat = np.ascontiguousarray(entries.reshape(len(entries), -1))
+    codes = codes_of(flat)[:, None]
+    if flat.dtype.itemsize * flat.shape[1] not in (1, 2, 4, 8):  # else codes are the values themselves
+        _, first, inverse = np.unique(codes[:, 0], return_index=True, return_inverse=True)
+        hashes = [hashlib.blake2b(flat[index].tobytes(), digest_size=16).digest() for index in first.tolist()]
+        codes = np.frombuffer(b"".join(hashes), np.int64).reshape(-1, 2)[inverse.reshape(-1)]
+    window = own.window(item.layout.frame)
+    return np.stack([over_batch(item.layout, code, own.batch, own.tokens, window) for code in codes.T], -1)
+
+
+def _digest_of(values: Any) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for value in values:
+        digest.update(repr((tuple(value.shape), value.dtype)).encode() + to_numpy(value.detach()).tobytes())
+    return digest.hexdigest()
+
+
+def _require_alike(facts: Sequence[_Facts]) -> None:
+    """Raise `RuntimeContractError` unless the calls of all ranks can be parts of one."""
+    first = facts[0]
+    spans = [(classes_spans(of_rank.masks), rank) for rank, of_rank in enumerate(facts) if of_rank.masks is not None]
+    for rank, of_rank in enumerate(facts):
+        what = next((name for name in ("widths", "constants") if getattr(of_rank, name) != getattr(first, name)), None)
+        if what is None and of_rank.masks is not None and classes_spans(of_rank.masks) != spans[0][0]:
+            what = "masks"
+        if what is not None:
+            raise RuntimeContractError(
+                f"one tree over ranks: the calls of ranks 0 and {rank} differ in {_WORDS[what]}",
+                expected="the same model and the same kinds of inputs on all ranks",
+                got=f"{what} {getattr(first, what)!s:.100} and {getattr(of_rank, what)!s:.100}",
+                hint="options={'mesh': None} runs a tree of its own on each rank",
+            )
+
+
+_WORDS = {
+    "widths": "the inputs that tell tokens apart",
+    "constants": "values that all tokens read, such as tables made from the number of columns",
+    "masks": "how far tokens attend",
+}
+
+
+def classes_spans(masks: tuple[list[MaskClass], list[float]]) -> Any:
+    """Return what layers need to know of masks: spans, whether there are blocks, and fillers."""
+    classes, fillers = masks
+    return [(c.window, c.chunk, c.block is not None) for c in classes], fillers
+
+
+def _rows_of_all(own: PlannedCall, facts: Sequence[_Facts]) -> tuple[BatchRows, list[int]]:
+    """Return the rows of all ranks' tokens, one rank after the other, and `[ranks + 1]` each rank's first position."""
+    tokens = np.concatenate([of_rank.tokens for of_rank in facts])
+    begins = [0, *np.cumsum([len(of_rank.tokens) for of_rank in facts]).tolist()]
+    starts, joined, used = (tokens[:, column].astype(np.bool_)[None] for column in range(3))
+    bounds = np.cumsum([3, *facts[0].widths])
+    contents = [tokens[:, a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    keys = [combine(list(columns.T), len(tokens))[None] for columns in contents]
+    trunk = len(own.executable.trunk_keys)
+    # No sequence goes on over the end of a rank.
+    batch = BatchTokens.read(np.ones_like(starts), starts, keys[:trunk], False, joined if joined.any() else None)
+    tree = PrefixTree.build(batch.keys, units=batch.units)
+    return BatchRows.of(batch, tree, keys[trunk:], used), begins
+
+
+class _OwnHeads(NamedTuple):
+    """Head row of every token `[B, S]` of this rank's batch, among its own; see `BatchRows.head_rows`."""
+
+    head_rows: Integers
+
+
+def _own_heads(own: PlannedCall, of_tokens: Integers, heads: HeadRoutes, count: int) -> _OwnHeads:
+    """Number this rank's head rows, given that of each of its tokens among all `count` of the tree."""
+    head_rows, is_used = np.full(own.masks.valid.shape, len(heads.owned), np.int64), of_tokens < count
+    places = np.flatnonzero(own.masks.valid)[is_used]
+    head_rows.reshape(-1)[places] = np.searchsorted(heads.owned, of_tokens[is_used])
+    return _OwnHeads(head_rows)
+
+
+def _moved_inputs(
+    own: PlannedCall, group: Group, rows: BatchRows, dealing: Dealing, begins: Sequence[int]
+) -> dict[tuple[int, bool], Gathered]:
+    """Move the inputs of chunks to the ranks that compute their rows, from ranks that have such a token."""
+    inputs: dict[tuple[int, bool], Gathered] = {}
+    tree_rows = np.arange(rows.tree.num_rows)
+    of_heads = np.searchsorted(rows.head_starts, np.arange(len(rows.head_positions)), side="right") - 1
+    local, depths = np.flatnonzero(own.masks.valid), rows.tree.depths()
+    for of_head, items, positions, of_row in (
+        (False, own.executable.trunk_inputs, rows.row_positions, tree_rows),
+        (True, own.executable.head_inputs, rows.head_positions, of_heads),
+    ):
+        holders = np.searchsorted(begins, positions, side="right") - 1
+        takers = dealing.owners(of_row) % dealing.ranks
+        way = transfer(
+            holders, np.arange(len(positions)), takers, _numbers(takers, dealing.ranks), group.rank, group.size
+        )
+        sequences, columns = np.divmod(local[positions[way.sent] - begins[group.rank]], own.tokens)
+        for item in items:
+            at = depths[of_row[way.sent]] if item.by_depth else columns
+            index = entry_index(item, sequences, at, own.window(item.layout.frame))
+            value = entries_first(own.dense[item.slot].detach(), item.layout)
+            moved = group.all_to_all(value.index_select(0, upload(index, value.device)), way.sizes, way.received)
+            here = torch.empty_like(moved).index_copy_(0, upload(way.places, value.device), moved)
+            inputs[item.slot, of_head] = Gathered(here, torch.arange(len(here), device=value.device))
+    return inputs
+
+
+def _numbers(ranks: Integers, count: int) -> Integers:
+    """Return for every entry the number of entries before it that have the same rank."""
+    numbers = np.empty(len(ranks), np.int64)
+    for rank in range(count):
+        own = np.flatnonzero(ranks == rank)
+        numbers[own] = np.arange(len(own))
+    return numbers
+
+
+def _spans(facts: Sequence[_Facts]) -> ReadMasks | None:
+    """Return masks with what layers need to know of those of all ranks; None if no rank has tokens."""
+    some = [of_rank for of_rank in facts if of_rank.masks is not None]
+    if not some or some[0].masks is None:
+        return None
+    classes, fillers = some[0].masks
+    columns = max(of_rank.columns for of_rank in some)
+    from_first = all(of_rank.from_first for of_rank in some)
+    valid = np.ones((1, columns), np.bool_)
+    return ReadMasks(valid, None if from_first else np.zeros_like(valid), None, classes, fillers)
+
+
+def _link(own: PlannedCall) -> float:
+    return LINK_BYTES.get(own.device.type, LINK_BYTES["cpu"])

@@ -23,6 +23,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "fallback": ("raise", "dense"),
     "codegen": ("auto", "eager", "inductor"),
 }
+# Choices that fit a tree over ranks: all of them have to do alike at every call.
+OVER_RANKS: dict[str, tuple[str, ...]] = {
+    "strategy": ("auto", "one_tree"),
+    "sweep": ("auto", "stages"),
+    "verify": ("auto", "off"),
+    "fallback": ("raise",),
+}
 # Former choices, and the hint that names a replacement.
 REPLACED = dict.fromkeys(("flash_attn", "varlen"), "attention='auto' takes Triton's kernels on a GPU, which are faster")
 CHUNK_TOKENS = 2048

@@ -110,7 +110,7 @@ class Group:
         return out.to(values.device).view(values.dtype).reshape(-1, *entry)
 
     def post(self, value: torch.Tensor, rank: int) -> Work:
-        """Begin to send a tensor to another rank, which calls `receive`; messages between two ranks keep their order."""
+        """Begin to send a tensor to another rank, which calls `receive`; messages to a rank keep their order."""
         raw = value.contiguous().reshape(-1).view(torch.uint8).to(self._transport(value.device))
         return Work(dist.isend(raw, self._global(rank), self._group), raw)
 
@@ -118,7 +118,7 @@ class Group:
         """Return the tensor that another rank sends by `post`."""
         count = math.prod(shape) * dtype.itemsize
         raw = torch.empty(count, dtype=torch.uint8, device=self._transport(device))
-        dist.irecv(raw, self._global(rank), self._group).wait()
+        dist.recv(raw, self._global(rank), self._group)
         return raw.to(device).view(dtype).reshape(*shape)
 
     def _global(self, rank: int) -> int:

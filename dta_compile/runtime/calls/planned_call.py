@@ -53,6 +53,7 @@ class PlannedCall(Call):
 
     Attributes:
         masks: facts read from its attention masks.
+        rows: maps between `[B, S]` tokens and rows of the tree.
         layout: maps between dense values and head rows.
         plan: prefix tree, schedule and estimates.
         wanted: by frontier value, whether it is computed.
@@ -62,17 +63,13 @@ class PlannedCall(Call):
     """
 
     masks: ReadMasks
+    rows: BatchRows
     layout: BatchLayout
     plan: Plan
     wanted: Sequence[bool]
     sharded_bytes: tuple[int, int]
     groups: Sequence[PlannedCall] = ()
     head_rows: Integers = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
-
-    @property
-    def rows(self) -> BatchRows:
-        """Maps between `[B, S]` tokens and rows of the tree."""
-        return self.layout.rows
 
     @property
     def by_stages(self) -> bool:
@@ -245,7 +242,7 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool], groups: int = 1) ->
     layout = BatchLayout(executable.frontier, rows, masks.valid, needed, windows, call.device, mode == "streaming")
     fields = call.context, call.args, call.dense, call.batch, call.tokens, call.device
     planned = PlannedCall(
-        *fields, masks=masks, layout=layout, plan=plan, wanted=wanted, sharded_bytes=(gathered, in_flight)
+        *fields, masks=masks, rows=rows, layout=layout, plan=plan, wanted=wanted, sharded_bytes=(gathered, in_flight)
     )
     if plan.schedule.groups:
         planned = dataclasses.replace(planned, groups=_groups_of(planned, read.head_keys))
@@ -274,6 +271,7 @@ def _groups_of(call: PlannedCall, head_keys: Sequence[Integers]) -> list[Planned
         groups.append(
             dataclasses.replace(
                 call,
+                rows=own,
                 layout=dataclasses.replace(call.layout, rows=own),
                 plan=of_group,
                 head_rows=rows.head_rows.reshape(-1)[tokens.places[own.head_positions]],

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -194,7 +195,8 @@ def over_ranks(own: PlannedCall, mode: str, group: Group, is_forced: bool) -> Pl
     fields |= {
         "context": dataclasses.replace(own.context, ranks=ranks),
         "masks": dataclasses.replace(own.masks, classes=spans.classes, fillers=spans.fillers),
-        "layout": ComputedRows(rows, own.layout.used),
+        "rows": rows,
+        "layout": ComputedRows(),
         "plan": plan,
         "groups": (),
     }
@@ -220,10 +222,8 @@ def _facts(own: PlannedCall) -> _Facts:
     joined = np.zeros_like(starts) if masks.joined is None else masks.joined
     used = np.logical_or.reduce([np.zeros_like(starts), *(mask for mask in own.layout.used if mask is not None)])
     columns = [flags.reshape(-1)[places].astype(np.int64)[:, None] for flags in (starts, joined, used)]
-    keys = [
-        _contents(own, item).reshape(masks.valid.size, -1)[places]
-        for item in (*executable.trunk_keys, *executable.head_keys)
-    ]
+    items = (*executable.trunk_keys, *executable.head_keys)
+    keys = [_contents(own, item).reshape(masks.valid.size, -1)[places] for item in items]
     shared = (own.dense[slot] for slot in executable.constant_inputs)
     return _Facts(
         np.concatenate([*columns, *keys], 1),
@@ -263,10 +263,10 @@ def _digest_of(values: Any) -> str:
 def _require_alike(facts: Sequence[_Facts]) -> None:
     """Raise `RuntimeContractError` unless the calls of all ranks can be parts of one."""
     first = facts[0]
-    spans = [(classes_spans(of_rank.masks), rank) for rank, of_rank in enumerate(facts) if of_rank.masks is not None]
+    spans = [(_known_of(of_rank.masks), rank) for rank, of_rank in enumerate(facts) if of_rank.masks is not None]
     for rank, of_rank in enumerate(facts):
         what = next((name for name in ("widths", "constants") if getattr(of_rank, name) != getattr(first, name)), None)
-        if what is None and of_rank.masks is not None and classes_spans(of_rank.masks) != spans[0][0]:
+        if what is None and of_rank.masks is not None and _known_of(of_rank.masks) != spans[0][0]:
             what = "masks"
         if what is not None:
             raise RuntimeContractError(
@@ -284,7 +284,7 @@ _WORDS = {
 }
 
 
-def classes_spans(masks: tuple[list[MaskClass], list[float]]) -> Any:
+def _known_of(masks: tuple[list[MaskClass], list[float]]) -> Any:
     """Return what layers need to know of masks: spans, whether there are blocks, and fillers."""
     classes, fillers = masks
     return [(c.window, c.chunk, c.block is not None) for c in classes], fillers
@@ -296,7 +296,7 @@ def _rows_of_all(own: PlannedCall, facts: Sequence[_Facts]) -> tuple[BatchRows, 
     begins = [0, *np.cumsum([len(of_rank.tokens) for of_rank in facts]).tolist()]
     starts, joined, used = (tokens[:, column].astype(np.bool_)[None] for column in range(3))
     bounds = np.cumsum([3, *facts[0].widths])
-    contents = [tokens[:, a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    contents = [tokens[:, a:b] for a, b in pairwise(bounds.tolist())]
     keys = [combine(list(columns.T), len(tokens))[None] for columns in contents]
     trunk = len(own.executable.trunk_keys)
     # No sequence goes on over the end of a rank.
@@ -333,9 +333,8 @@ def _moved_inputs(
     ):
         holders = np.searchsorted(begins, positions, side="right") - 1
         takers = dealing.owners(of_row) % dealing.ranks
-        way = transfer(
-            holders, np.arange(len(positions)), takers, _numbers(takers, dealing.ranks), group.rank, group.size
-        )
+        places = _numbers(takers, dealing.ranks)
+        way = transfer(holders, np.arange(len(positions)), takers, places, group.rank, group.size)
         sequences, columns = np.divmod(local[positions[way.sent] - begins[group.rank]], own.tokens)
         for item in items:
             at = depths[of_row[way.sent]] if item.by_depth else columns

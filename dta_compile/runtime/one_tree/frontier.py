@@ -13,24 +13,14 @@ from dta_compile.executable.executable import FrontierValue
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.runtime.calls.schedule_buffers import gradient_buffer
 from dta_compile.runtime.one_tree.routes import HeadRoutes, Transfer
-from dta_compile.runtime.rows.batch_rows import BatchRows
 from dta_compile.runtime.rows.buffers import AllRows, next_to_zero
 from dta_compile.runtime.rows.tree_to_dense import BatchLayout
 from dta_compile.runtime.rows.upload import upload
 from dta_compile.runtime.transparent import TreeFunction, check_gradients, gradient_of_cache
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class ComputedRows:
-    """Layout of frontier values on the rank that computes them: head rows `[h, *features]` as they are.
-
-    Attributes:
-        rows: rows of all ranks' tokens.
-        used: see `BatchLayout`.
-    """
-
-    rows: BatchRows
-    used: Sequence[Any]
+    """Layout of frontier values on the rank that computes them: head rows `[h, *features]` as they are."""
 
     def expand(self, index: int, buffer: AllRows) -> torch.Tensor:
         """Return the rows of a buffer."""

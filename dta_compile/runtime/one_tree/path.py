@@ -232,7 +232,7 @@ class PiecePath(PathStack):
             if source == self.group.rank:
                 values = self._taken(layer, states, read)
             else:
-                values = self._receive_packed(states, specs, read.count, source)
+                values = self._receive_packed(states, specs, read.number, source)
             positions = upload(read.positions, self.device)
             for value, target, spec in zip(values, above, specs, strict=True):
                 target.index_copy_(spec.token_dim, positions, value)
@@ -268,7 +268,7 @@ class PiecePath(PathStack):
             else:
                 works.append(self.group.post(_packed(values, specs), source))
         for reader, read in self.routes.sent[self._number].items():
-            own.append((read, self._receive_packed(of_above, specs, read.count, reader)))
+            own.append((read, self._receive_packed(of_above, specs, read.number, reader)))
         for read, values in own:
             self._add(layer, read, values, of_states)
         self._settle(layer, of_states)
@@ -279,7 +279,7 @@ class PiecePath(PathStack):
         specs, earlier = self.layers[layer].states, len(read.earlier)
         of_round = self._numbers(read.rows)
         for value, total, spec in zip(values, of_states, specs, strict=True):
-            part = value.narrow(spec.token_dim, earlier, read.count - earlier)
+            part = value.narrow(spec.token_dim, earlier, read.number - earlier)
             total.index_add_(spec.token_dim, of_round, part.to(total.dtype))
         if not earlier:
             return

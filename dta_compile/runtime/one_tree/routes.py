@@ -44,7 +44,7 @@ class Read(NamedTuple):
     rows: Integers
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         """Number of rows."""
         return len(self.positions)
 
@@ -71,7 +71,7 @@ class StateRoutes:
         """By round, what this rank reads of each rank that has any of it; of itself, only of earlier rounds."""
         ranks = range(self.dealing.ranks)
         return [
-            {source: read for source in ranks if (read := self._read(self.rank, number, source)).count}
+            {source: read for source in ranks if (read := self._read(self.rank, number, source)).number}
             for number in range(self.dealing.rounds)
         ]
 
@@ -80,7 +80,7 @@ class StateRoutes:
         """By round, what each other rank reads of this one."""
         others = [rank for rank in range(self.dealing.ranks) if rank != self.rank]
         return [
-            {reader: read for reader in others if (read := self._read(reader, number, self.rank)).count}
+            {reader: read for reader in others if (read := self._read(reader, number, self.rank)).number}
             for number in range(self.dealing.rounds)
         ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,9 +13,17 @@ import torch
 from dta_compile.errors import RuntimeContractError
 from dta_compile.executable.executable import FrontierValue
 from dta_compile.executable.layouts import Axis
-from dta_compile.runtime.rows.batch_rows import BatchRows, Booleans
+from dta_compile.runtime.rows.batch_rows import Booleans, Integers
 from dta_compile.runtime.rows.buffers import RowBuffer
 from dta_compile.runtime.rows.upload import upload
+
+
+class HeadRows(Protocol):
+    """Head rows of a batch's tokens; see `BatchRows.head_rows`."""
+
+    @property
+    def head_rows(self) -> Integers:
+        """`[B, S]` head row of every token whose output is used; one past the last for all others."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,7 +39,7 @@ class BatchLayout:
     """
 
     frontier: Sequence[FrontierValue]
-    rows: BatchRows
+    rows: HeadRows
     valid: Booleans
     used: Sequence[Booleans | None]
     windows: Sequence[tuple[int, int]]

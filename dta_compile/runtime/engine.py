@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from dta_compile.distributed.group import Group
-from dta_compile.errors import RefusalError, VerificationError
+from dta_compile.errors import RefusalError, RuntimeContractError, VerificationError
 from dta_compile.executable.as_captured import as_captured, has_checkpoints
 from dta_compile.executable.executable import Executable
 from dta_compile.integrations.layer_groups import (
@@ -161,7 +161,7 @@ class Engine:
             call.predict_peak()
         frontier = [value for value in values if value is not None]
         if len(frontier) < len(values):
-            cache = ReturnedCache(call)
+            cache = ReturnedCache(call.alone)
             for node in {value.grad_fn for value in frontier if value.grad_fn is not None}:
                 node.register_prehook(lambda _: cache.expire())
             frontier = [cache.tensor(i) if value is None else value for i, value in enumerate(values)]
@@ -198,6 +198,7 @@ class Engine:
             skipped = verdict.startswith("skipped")
             self.verdict = f"{self.verdict}; with generated code {verdict}" if skipped else verdict
         if self.group is not None:
+            _require_no_streaming(mode)
             call = over_ranks(call, mode, self.group, self.options.strategy == "one_tree")
             self.last_plan = call.plan
         self._trace(call)
@@ -332,6 +333,17 @@ class Engine:
         received = [dense[slot] for slot in self.executable.epilogue_slots]
         outputs: tuple[Any, ...] = self.executable.epilogue.function(*args, *frontier, *received)
         return outputs
+
+
+def _require_no_streaming(mode: str) -> None:
+    """Raise `RuntimeContractError` for a streaming step over the ranks of a mesh."""
+    if mode == "streaming":
+        raise RuntimeContractError(
+            "a streaming step walks the tree of one process, depth first",
+            expected="loss.backward() on the outputs of a call, with one tree over the ranks of options={'mesh': ...}",
+            got="dta_compile.streaming_step of a model compiled with a mesh",
+            hint="compile without the mesh for streaming steps",
+        )
 
 
 def _of_own_tree(options: Options, sweep: str) -> Options:

@@ -128,7 +128,8 @@ class Plan:
     ) -> None:
         """Write the plan as one HTML file that opens from disk and needs no network.
 
-        The page links the tree, the schedule, and the tokens and bytes held. For huge plans it has only the first and
+        The page links the tree, the schedule, and the tokens and bytes held; of one tree over ranks, it colours the
+        tokens by the rank that runs them, and has the schedule of this plan's rank. For huge plans it has only the first and
         last tokens of each segment, and says so.
 
         Args:
@@ -157,7 +158,8 @@ class Plan:
         pictures = Images.of(images) if images else self.images
         known = Known(ids, tokenizer, rewards, loss_masks, names, pictures, thumbnails, losses, device)
         facts = {"summary": str(self), "stats": dataclasses.asdict(self.stats), "shared": self.prefix_tree.shared}
-        text = picture(self.prefix_tree, self.schedule, self.limits, facts, known, title)
+        planned = self.prefix_tree, self.schedule, self.limits
+        text = picture(*planned, facts, known, title, self.dealing, self.rank)
         write_output(path, text)
 
     def scalars(self) -> dict[str, float]:
@@ -167,11 +169,13 @@ class Plan:
         """
         return scalars(self.stats, self.estimates, self.dealing, self.rank)
 
-    def trace_processes(self, rank: int = 0, epoch: float | None = None) -> list[Process]:
+    def trace_processes(self, rank: int | None = None, epoch: float | None = None) -> list[Process]:
         """Return one rank's part of `to_chrome_trace`, timed from `epoch` (seconds since 1970) or its own start."""
-        return processes(self.prefix_tree, self.schedule, self.limits, self.estimates, rank, epoch)
+        rank = self.rank if rank is None or self.dealing is not None else rank
+        planned = self.prefix_tree, self.schedule, self.limits, self.estimates
+        return processes(*planned, rank, epoch, self.dealing)
 
-    def to_chrome_trace(self, path: str | PathLike[str], rank: int = 0) -> None:
+    def to_chrome_trace(self, path: str | PathLike[str], rank: int | None = None) -> None:
         """Write the schedule's timeline as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
 
         Contains the timeline that the cost model predicts and, after a run, the measured one: a track per stream, and
@@ -180,7 +184,7 @@ class Plan:
 
         Args:
             path: the file to write.
-            rank: rank that the tracks are named after.
+            rank: rank that the tracks are named after; by default the plan's own.
 
         Raises:
             OSError: the file cannot be written.

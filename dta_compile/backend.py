@@ -89,6 +89,8 @@ def dta(
     if graph.kind is Kind.REFUSED:
         assert graph.refusal is not None
         return _refused(graph.refusal, graph.module, parsed)
+    if graph.encoded and parsed.mesh is not None:
+        return Refused(_IMAGES_OVER_RANKS)
     try:
         started = time.perf_counter()
         executable, captured = _compiled(graph, parsed)
@@ -119,6 +121,14 @@ def dta(
     for cut in (graph.local, graph.written):
         run = cut.calling(run) if cut else run
     return keeping(run, reads_all=False)
+
+
+_IMAGES_OVER_RANKS = RefusalError(
+    "features of images and other media belong to the rank that encoded them",
+    expected="text alone, with one tree over the ranks of options={'mesh': ...}",
+    got="a model that is given images, sounds or videos",
+    hint="compile without the mesh: each rank then runs a tree of its own (dta_compile.distributed.scatter)",
+)
 
 
 def _refusal_by(call: fx.Node) -> RefusalError:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from dta_compile.distributed.group import Group
-from dta_compile.errors import RefusalError, VerificationError
+from dta_compile.errors import RefusalError, RuntimeContractError, VerificationError
 from dta_compile.executable.as_captured import as_captured, has_checkpoints
 from dta_compile.executable.executable import Executable
 from dta_compile.integrations.layer_groups import (
@@ -38,7 +38,7 @@ from dta_compile.runtime.measure.budget import free_bytes
 from dta_compile.runtime.measure.calibration import Calibration, of_whole_chunks, times_as_fast
 from dta_compile.runtime.measure.profiler import trace_artifact
 from dta_compile.runtime.measure.stopwatch import Stopwatch
-from dta_compile.runtime.one_tree.call import PieceCall, over_ranks
+from dta_compile.runtime.one_tree.call import GroupRanks, PieceCall, over_ranks
 from dta_compile.runtime.replay.lease import ReplayCache
 from dta_compile.runtime.returned_cache import ReturnedCache
 from dta_compile.runtime.transparent import dense_frontier, no_autocast
@@ -48,6 +48,7 @@ from dta_compile.runtime.written import write
 logger = logging.getLogger("dta_compile")
 
 
+Result = TypeVar("Result")
 TRACED_PLANS = 8  # per program; a training run has thousands of plans
 
 
@@ -161,7 +162,7 @@ class Engine:
             call.predict_peak()
         frontier = [value for value in values if value is not None]
         if len(frontier) < len(values):
-            cache = ReturnedCache(call)
+            cache = ReturnedCache(call.alone)
             for node in {value.grad_fn for value in frontier if value.grad_fn is not None}:
                 node.register_prehook(lambda _: cache.expire())
             frontier = [cache.tensor(i) if value is None else value for i, value in enumerate(values)]
@@ -177,7 +178,7 @@ class Engine:
         """
         wanted = [with_cache or not value.is_cache for value in self.executable.frontier]
         with no_autocast():
-            call = plan_call(self.begin(args, layers), mode, wanted)
+            call = self._together(lambda: plan_call(self.begin(args, layers), mode, wanted))
             if layers is not None and mode == "transparent":
                 groups, is_short = layers.most(len(call.groups), not _pays_layer_by_layer(call))
                 if is_short and self.options.sweep == "auto":
@@ -186,6 +187,25 @@ class Engine:
                 elif groups > len(call.groups):  # another rank needs more, and all have to gather alike
                     call = plan_call(call, mode, wanted, groups)
             self.last_plan = call.plan
+        self._together(lambda: self._check_program(call, mode, layers))
+        if self.group is not None:
+            _require_no_streaming(mode)
+            call = over_ranks(call, mode, self.group, self.options.strategy == "one_tree")
+            self.last_plan = call.plan
+        self._trace(call)
+        call.plan.estimates.self_check = self.verdict
+        return call
+
+    def _together(self, make: Callable[[], Result]) -> Result:
+        """Return the result of `make()`; if it raises one of our errors on any rank of the mesh, raise on all."""
+        if self.group is None:
+            return make()
+        made: list[Result] = []
+        GroupRanks(self.group, self.ranks).check(lambda: made.append(make()))
+        return made[0]
+
+    def _check_program(self, call: PlannedCall, mode: str, layers: LayerGroups | None) -> None:
+        """Run the self-check where it is due."""
         if layers is not None:
             if self.options.verify == "auto" and not self.checked:
                 self.verdict = "skipped: layers are gathered from other ranks one at a time"
@@ -197,12 +217,6 @@ class Engine:
             self._checked_swaps = swaps
             skipped = verdict.startswith("skipped")
             self.verdict = f"{self.verdict}; with generated code {verdict}" if skipped else verdict
-        if self.group is not None:
-            call = over_ranks(call, mode, self.group, self.options.strategy == "one_tree")
-            self.last_plan = call.plan
-        self._trace(call)
-        call.plan.estimates.self_check = self.verdict
-        return call
 
     def _self_check(self, call: PlannedCall, compile_seconds: float, *when: str) -> str:
         """Run the self-check; after a failure the next call can run it again."""
@@ -332,6 +346,17 @@ class Engine:
         received = [dense[slot] for slot in self.executable.epilogue_slots]
         outputs: tuple[Any, ...] = self.executable.epilogue.function(*args, *frontier, *received)
         return outputs
+
+
+def _require_no_streaming(mode: str) -> None:
+    """Raise `RuntimeContractError` for a streaming step over the ranks of a mesh."""
+    if mode == "streaming":
+        raise RuntimeContractError(
+            "a streaming step walks the tree of one process, depth first",
+            expected="loss.backward() on the outputs of a call, with one tree over the ranks of options={'mesh': ...}",
+            got="dta_compile.streaming_step of a model compiled with a mesh",
+            hint="compile without the mesh for streaming steps",
+        )
 
 
 def _of_own_tree(options: Options, sweep: str) -> Options:

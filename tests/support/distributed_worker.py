@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dta_compile
 from dta_compile import distributed
-from tests.support import per_layer, tensor_parallel
+from tests.support import one_tree, per_layer, tensor_parallel
 from tests.support.ranks import (
     EXACT,
     LONGEST,
@@ -174,6 +174,7 @@ SCENARIOS = {
     "hsdp": ((4,), lambda: train("hsdp")),
     **per_layer.SCENARIOS,
     **tensor_parallel.SCENARIOS,
+    **one_tree.SCENARIOS,
 }
 
 

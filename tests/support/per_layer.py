@@ -61,12 +61,12 @@ def by_accelerate(model: torch.nn.Module) -> torch.nn.Module:
     return fsdp2_prepare_model(accelerator, model)
 
 
-def wrapped(model: torch.nn.Module, whole: bool = False) -> Wrapped:
+def wrapped(model: torch.nn.Module, whole: bool = False, options: Any = SMALL_CHUNKS) -> Wrapped:
     """Compile a sharded model, in place or (`whole`) as part of a function of ids and mask."""
     trained = Trained(model)
     if whole:
-        return Wrapped("fsdp2", trained, torch.compile(trained.forward, backend="dta", options=SMALL_CHUNKS), model)
-    model.compile(backend="dta", options=SMALL_CHUNKS)
+        return Wrapped("fsdp2", trained, torch.compile(trained.forward, backend="dta", options=options), model)
+    model.compile(backend="dta", options=options)
     return Wrapped("fsdp2", trained, trained, model)
 
 

@@ -146,15 +146,17 @@ def train(
     make: Callable[[], nn.Module] = build,
     copies: int = 1,
     shard: Callable[[nn.Module, DeviceMesh], None] | None = None,
+    options: Any = SMALL_CHUNKS,
+    mesh: DeviceMesh | None = None,
 ) -> None:
     """Train five steps on `copies` groups of ranks, each holding a model in parts; compare with one process."""
     size = dist.get_world_size() // copies
-    mesh = init_device_mesh("cpu", (copies, size), mesh_dim_names=("dp", "tp"))
+    mesh = mesh or init_device_mesh("cpu", (copies, size), mesh_dim_names=("dp", "tp"))
     model = make()
     parallelize(model, mesh["tp"])
     if shard is not None:
         shard(model, mesh["dp"])
-    model.compile(backend="dta", options=SMALL_CHUNKS)
+    model.compile(backend="dta", options=options)
     optimiser = torch.optim.AdamW(model.parameters(), 1e-2)
     first = mesh["dp"].get_local_rank() * size
     for step in range(STEPS):

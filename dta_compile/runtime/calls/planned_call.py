@@ -72,6 +72,11 @@ class PlannedCall(Call):
     head_rows: Integers = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
+    def alone(self) -> PlannedCall:
+        """The call over the rows of this process alone."""
+        return self
+
+    @property
     def by_stages(self) -> bool:
         """Whether the schedule runs stage by stage: all chunks of a part before the next part."""
         return self.plan.schedule.sweep == "stages"

@@ -72,6 +72,7 @@ class PieceCall(PlannedCall):
     """Call of a rank that runs pieces of the group's tree.
 
     Attributes:
+        own: the call over this rank's own rows.
         group: the ranks.
         routes, heads: which rows this rank exchanges with others.
         owned: ways of frontier values to the ranks that own their tokens.
@@ -79,12 +80,18 @@ class PieceCall(PlannedCall):
         spans: masks as all ranks read them.
     """
 
+    own: PlannedCall = dataclasses.field(kw_only=True)
     group: Group = dataclasses.field(kw_only=True)
     routes: StateRoutes = dataclasses.field(kw_only=True)
     heads: HeadRoutes = dataclasses.field(kw_only=True)
     owned: OwnedRows = dataclasses.field(kw_only=True)
     inputs: dict[tuple[int, bool], Gathered] = dataclasses.field(kw_only=True)
     spans: ReadMasks = dataclasses.field(kw_only=True)
+
+    @property
+    def alone(self) -> PlannedCall:
+        """See `PlannedCall.alone`."""
+        return self.own
 
     @property
     def parts(self) -> Sequence[Part]:
@@ -202,6 +209,7 @@ def over_ranks(own: PlannedCall, mode: str, group: Group, is_forced: bool) -> Pl
     }
     return PieceCall(
         **fields,
+        own=own,
         group=group,
         routes=routes,
         heads=heads,

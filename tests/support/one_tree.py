@@ -1,0 +1,214 @@
+"""Scenarios of `distributed_worker` with one prefix tree over all ranks."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import dta_compile
+from dta_compile.errors import DTAError, RuntimeContractError
+from tests.support import per_layer, tensor_parallel
+from tests.support.ranks import EXACT, Trained, Wrapped, assert_equal, reference, trained
+from tests.support.recurrent import no_float32_islands
+from tests.support.tiny import TinyLM, weighted
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def over(mesh: Any = None, **options: Any) -> dict[str, Any]:
+    """Return the options for one tree over all ranks, or those of a mesh."""
+    return {"strategy": "one_tree", "mesh": mesh or dist.group.WORLD, "chunk_size": 3, **options}
+
+
+def ddp(**options: Any) -> None:
+    """Train five steps on rows as they are, some ranks without any."""
+    model = Trained()
+    forward = DistributedDataParallel(torch.compile(model, backend="dta", options=over(**options)))
+    ranks = trained(Wrapped("ddp", model, forward, forward), scatter=False, clip=0.05)
+    assert_equal(ranks.parameters(), reference("ddp", clip=0.05), EXACT)
+
+
+def sharded(
+    build: Callable[[], nn.Module], shard: Callable[[nn.Module], nn.Module] = per_layer.by_hand, **options: Any
+) -> None:
+    """Train five steps with FSDP2 around each layer."""
+    expected = reference("fsdp2", build=lambda: Trained(build()))
+    ranks = per_layer.wrapped(shard(build()), options=over(**options))
+    assert_equal(trained(ranks, scatter=False).parameters(), expected, EXACT)
+    assert per_layer.is_sharded(ranks.wrapped)
+    plan = dta_compile.last_plan(ranks.wrapped)
+    assert sum(plan.dealing.tokens) == plan.stats.tree_tokens
+
+
+def hybrid() -> None:
+    """Train with two copies of a sharded model, each with a tree of its own over its ranks."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("copy", "shard"))
+    sharded(per_layer.tiny, functools.partial(per_layer.by_hand, mesh=mesh), mesh=mesh["shard"])
+
+
+def with_tensor_parallelism() -> None:
+    """Train two copies of a model whose layers are split over two ranks each, one tree over the copies."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    tensor_parallel.train(
+        tensor_parallel.by_torch, copies=2, shard=tensor_parallel.per_layer, options=over(mesh["dp"]), mesh=mesh
+    )
+
+
+def drawn_batches(seed: int, left: bool = False) -> list[Batch]:
+    """Draw rows for every rank from one tree: branches at any depth, prefixes, duplicates, empty rows, or very few."""
+    draw, world, sequences = random.Random(seed), dist.get_world_size(), list[list[int]]()
+    for _ in range(draw.choice([0, 1, 1, 3, 5, 8])):
+        base = list(draw.choice(sequences)) if sequences and draw.random() < 0.8 else []
+        base = base[: draw.randint(0, len(base))]
+        sequences.append(base + [draw.randrange(5) for _ in range(draw.choice([0, 1, 2, 6, 15]))])
+    if seed % 7 == 0:  # one path
+        sequences = [[draw.randrange(5) for _ in range(30)]]
+    rows: list[list[list[int]]] = [[] for _ in range(world)]
+    for sequence in sequences:
+        draw.choice(rows).append(sequence)
+    batches = []
+    for own in rows:
+        own += [[] for _ in range(2 - len(own))]
+        width = max(8, *map(len, own)) + draw.randrange(3)
+        ids, mask = torch.zeros(2, len(own), width, dtype=torch.long)
+        for row, sequence in enumerate(own):
+            columns = slice(width - len(sequence), None) if left else slice(len(sequence))
+            ids[row, columns], mask[row, columns] = torch.tensor(sequence, dtype=torch.long), 1
+        batches.append((ids, mask))
+    return batches
+
+
+def drawn(build: Callable[[], nn.Module], seeds: range, left: bool = False, **options: Any) -> None:
+    """Compare outputs of this rank's rows, and gradients summed over ranks, with one process run eagerly."""
+    model, eager, rank = build(), build(), dist.get_rank()
+    compiled = torch.compile(model, backend="dta", options=over(codegen="eager", **options))
+    for seed in seeds:
+        batches = drawn_batches(seed, left)
+        for number, (ids, mask) in enumerate(batches):
+            expected = logprobs(eager, ids, mask)
+            weighted(expected * mask).backward()
+            if number == rank:
+                actual = logprobs(compiled, ids, mask)
+                weighted(actual * mask).backward()
+                torch.testing.assert_close(actual * mask, expected * mask, rtol=1e-9, atol=1e-9)
+                with torch.no_grad():
+                    torch.testing.assert_close(logprobs(compiled, ids, mask), actual, rtol=1e-9, atol=1e-9)
+        for (name, parameter), other in zip(model.named_parameters(), eager.parameters(), strict=True):
+            total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(total)
+            wanted = torch.zeros_like(other) if other.grad is None else other.grad
+            scale = max(1.0, wanted.abs().max().item())
+            assert (total - wanted).abs().max() <= 1e-9 * scale, (seed, name, (total - wanted).abs().max())
+        model.zero_grad()
+        eager.zero_grad()
+        plan = dta_compile.last_plan(compiled)
+        assert sum(plan.dealing.tokens) == plan.stats.tree_tokens, str(plan)
+
+
+def logprobs(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return Trained.forward(_Holder(model), ids, mask)  # type: ignore[arg-type]
+
+
+class _Holder:
+    def __init__(self, model: Any) -> None:
+        self.model = lambda ids, mask: model(ids, mask)
+
+
+def toys(*names: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    for name in names:
+
+        def run(name: str = name) -> None:
+            with no_float32_islands():
+                drawn(functools.partial(per_layer.toy, name), range(5))
+
+        yield f"one tree, {name}", run
+
+
+def packed_rows() -> None:
+    """Compare packed rows, whose sequences share prefixes with those of other ranks."""
+    with no_float32_islands():
+        _packed_rows()
+
+
+def _packed_rows() -> None:
+    model, eager, rank = per_layer.toy("llama"), per_layer.toy("llama"), dist.get_rank()
+    compiled = torch.compile(model, backend="dta", options=over())
+    for step in range(3):
+        for number in range(dist.get_world_size()):
+            draw = torch.Generator().manual_seed(10 * step + number)
+            lengths = [1 + int(torch.randint(1, 9, (), generator=draw)) for _ in range(4)]
+            ids = torch.cat([torch.arange(length) % (3 + (length > 5)) for length in lengths])[None]
+            positions = torch.cat([torch.arange(length) for length in lengths])[None]
+            expected = eager(input_ids=ids, position_ids=positions, use_cache=False).logits
+            weighted(expected).backward()
+            if number == rank:
+                actual = compiled(input_ids=ids, position_ids=positions, use_cache=False).logits
+                weighted(actual).backward()
+                torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+        for (name, parameter), other in zip(model.named_parameters(), eager.parameters(), strict=True):
+            dist.all_reduce(parameter.grad)
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-9, atol=1e-9, msg=name)
+        model.zero_grad()
+        eager.zero_grad()
+
+
+def cheaper_or_not() -> None:
+    """Check that "auto" takes the tree of each rank or one tree, all ranks alike, and says why."""
+    model = TinyLM()
+    compiled = torch.compile(model, backend="dta", options={"mesh": dist.group.WORLD})
+    ids = torch.arange(40)[None].repeat(2, 1) % 29
+    weighted(compiled(ids)).backward()
+    plan = dta_compile.last_plan(compiled)
+    chosen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(chosen, plan.dealing is None)
+    assert len(set(chosen)) == 1 and "one tree over" in str(plan), str(plan)
+
+
+def failures() -> None:
+    """Check that a rank whose call is refused stops all ranks, and that the next call works."""
+    model, rank = TinyLM(), dist.get_rank()
+    compiled = torch.compile(model, backend="dta", options=over(), dynamic=True)
+    ids = torch.arange(12).reshape(2, 6) + rank
+    weighted(compiled(ids)).backward()
+    try:
+        compiled(ids + 100 * (rank == 1))  # out of bounds on one rank
+    except DTAError as error:
+        assert rank != 1 or "out of bounds" in str(error), error
+    else:
+        raise AssertionError("no error")
+    weighted(compiled(ids)).backward()
+    try:
+        dta_compile.streaming_step(compiled, lambda logits, row: logits.sum(), ids)
+    except RuntimeContractError as error:
+        assert "mesh" in str(error), error
+    else:
+        raise AssertionError("no error")
+
+
+SCENARIOS: dict[str, tuple[tuple[int, ...], Callable[[], None]]] = {
+    "one tree, ddp": ((2, 3, 4), ddp),
+    "one tree, ddp, nothing kept": ((4,), lambda: ddp(memory_budget=0)),
+    "one tree, drawn": ((2, 3, 4), lambda: drawn(TinyLM, range(20))),
+    "one tree, drawn, left padding, whole pieces": (
+        (3,),
+        lambda: drawn(TinyLM, range(20), left=True, chunk_size=None, memory_budget=0),
+    ),
+    "one tree, per layer": ((2, 4), lambda: sharded(per_layer.tiny)),
+    "one tree, hybrid": ((4,), hybrid),
+    "one tree, tensor parallel": ((4,), with_tensor_parallelism),
+    "one tree, packed rows": ((2, 3), packed_rows),
+    "one tree, auto": ((2,), cheaper_or_not),
+    "one tree, failures": ((2, 3), failures),
+    **{
+        name: ((2, 3), run)
+        for name, run in toys("mistral", "gpt_oss", "mixtral", "qwen3_next", "mamba2", "deepseek_v3")
+    },
+}

@@ -128,9 +128,9 @@ class Plan:
     ) -> None:
         """Write the plan as one HTML file that opens from disk and needs no network.
 
-        The page links the tree, the schedule, and the tokens and bytes held; of one tree over ranks, it colours the
-        tokens by the rank that runs them, and has the schedule of this plan's rank. For huge plans it has only the first and
-        last tokens of each segment, and says so.
+        The page links the tree, the schedule, and the tokens and bytes held. One tree over ranks is coloured by the
+        rank that runs a token; the schedule is that of this plan's rank. For huge plans it has only the first and last
+        tokens of each segment, and says so.
 
         Args:
             path: the file to write.

@@ -193,8 +193,8 @@ def _ranks(dealing: Dealing, rank: int) -> str:
     """Say how many tokens ranks run and receive states of, and how even their costs are."""
     tokens, rounds = dealing.tokens, f" in {dealing.rounds} rounds" if dealing.rounds > 1 else ""
     return (
-        f"{sum(tokens):,} tokens run in all = tokens of the tree; {min(tokens):,} to {max(tokens):,} on each of "
-        f"{dealing.ranks}{rounds}, {tokens[rank]:,} on rank {rank}; slowest {dealing.imbalance - 1:.1%} "
+        f"{sum(tokens):,} tokens run in all = tokens of the tree; {dealing.ranks} ranks{rounds}, {min(tokens):,} "
+        f"to {max(tokens):,} each, {tokens[rank]:,} on rank {rank}; slowest {dealing.imbalance - 1:.1%} "
         f"above the mean; at most {max(dealing.received):,} tokens' states received"
     )
 

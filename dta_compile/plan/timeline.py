@@ -71,11 +71,12 @@ def processes(
     levels = _levels(tree, schedule, limits)
     rounds: Rounds = {}
     if dealing is not None:
+        pieces = (dealing.piece(rank, number) for number in range(dealing.rounds))
+        numbers = [number for number, (start, stop) in enumerate(pieces) if start < stop]
         received = dealing.traffic[:, rank].sum(1).tolist()
-        numbered = [number for number in range(dealing.rounds) if len(np.unique(dealing.piece(rank, number))) > 1]
         rounds = {
             chunk: {"round": number, "tokens received": received[number]}
-            for number, chunk in zip(numbered, dealing.chunks(rank), strict=True)
+            for number, chunk in zip(numbers, dealing.chunks(rank), strict=True)
         }
     traces = [_predicted(tree, schedule, limits, levels, rank, rounds)]
     if estimates.runs:

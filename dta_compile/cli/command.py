@@ -352,8 +352,8 @@ def as_json(plan: Plan) -> str:
         "schedule": str(plan.schedule).splitlines(),
     }
     if (dealing := plan.dealing) is not None:
-        pieces = {"bounds": dealing.bounds.tolist(), "tokens": dealing.tokens, "received": dealing.received}
-        fields["ranks"] = {"rank": plan.rank, "imbalance": dealing.imbalance, **pieces}
+        facts: dict[str, Any] = {"rank": plan.rank, "imbalance": dealing.imbalance, "tokens": dealing.tokens}
+        fields["ranks"] = facts | {"received": dealing.received, "bounds": dealing.bounds.tolist()}
     return json.dumps(fields, indent=1, default=lambda value: value.item()) + "\n"
 
 

@@ -83,8 +83,8 @@ def print_ranks(plan: Plan, steps: dict[str, RanksStep], link: float, console: C
     """Print both ways side by side."""
     tree_tokens, own = plan.stats.tree_tokens, steps[BOTH[0]]
     table = Table(box=None, pad_edge=False, header_style="dim")
-    titles = ("", "tokens run", "more than the tree's", "slowest / mean", "seconds", "relative", "exchange", "received")
-    titles += ("peak GB",) if own.peak_bytes else ()
+    titles = ["", "tokens run", "more than the tree's", "slowest / mean", "seconds", "relative", "exchange", "received"]
+    titles += ["peak GB"] if own.peak_bytes else []
     for title in titles:
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
     for name, step in steps.items():

@@ -24,9 +24,9 @@ from dta_compile.estimate.predict import (
     tree_of,
 )
 from dta_compile.options import Options
-from dta_compile.plan import Limits, Plan, PrefixTree, balance, bytes_of_halves, make_plan, simulate
+from dta_compile.plan import Limits, Plan, PrefixTree, Schedule, balance, bytes_of_halves, make_plan, simulate
 from dta_compile.plan.cost import BUDGET_SHARE, BY_CHUNKS, BY_STAGES, chunk_sizes
-from dta_compile.plan.dealing import deal_out, exchange_seconds
+from dta_compile.plan.dealing import Dealing, deal_out, exchange_seconds
 from dta_compile.plan.plan import plan_one_tree
 
 
@@ -96,12 +96,7 @@ class OverRanks:
         for number in range(dealing.ranks):
             schedule = dealing.schedule(number, self.options, mode, len(limits.parts), kept)
             seconds.append(limits.cost.estimate(simulate(tree, schedule, limits.head_starts)))
-            share, held = dealing.tokens[number] / max(tree.num_rows, 1), dealing.held[number]
-            parts = [part._replace(sent=part.sent * share) for part in limits.parts]
-            first, second = bytes_of_halves(tree, schedule, parts, held, limits.head_starts)
-            # Gradients of states are float32 sums, wider than the states that `bytes_of_halves` counts for them.
-            second += held * max(part.footprint.kv_token for part in parts) * (SUM / NUMBER - 1)
-            peak = max(peak, max(first, second) + self._held("stages"))
+            peak = max(peak, bytes_of_rank(dealing, number, schedule, limits) + self._held("stages"))
         of_slowest = dealing.schedule(slowest, self.options, mode, len(limits.parts), kept)
         exchange = exchange_seconds(dealing, of_slowest, limits, self.link)
         figures = sum(dealing.tokens), _imbalance(seconds), max(seconds) + exchange, exchange, max(dealing.received)
@@ -129,6 +124,15 @@ class OverRanks:
         cost, heads = cost_of(self.shape, self.device), head_starts_of(tree, sequences)
         by_stages = of_sweep("stages", *of_layers)
         return Limits(budget, footprint, cost, heads, sizes, sums, parts, asked is not None, by_stages)
+
+
+def bytes_of_rank(dealing: Dealing, rank: int, schedule: Schedule, limits: Limits) -> float:
+    """Return the peak bytes of a rank of one tree, besides its share of the model."""
+    share, held = dealing.tokens[rank] / max(dealing.tree.num_rows, 1), dealing.held[rank]
+    parts = [part._replace(sent=part.sent * share) for part in limits.parts]
+    first, second = bytes_of_halves(dealing.tree, schedule, parts, held, limits.head_starts)
+    # Gradients of states are float32 sums, wider than the states that `bytes_of_halves` counts for them.
+    return max(first, second + held * max(part.footprint.kv_token for part in parts) * (SUM / NUMBER - 1))
 
 
 def _imbalance(seconds: Sequence[float]) -> float:

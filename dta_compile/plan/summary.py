@@ -140,7 +140,8 @@ def summarize(
 ) -> str:
     """Format counts, strategy and reason, ops by kind and peaks in at most 24 lines of 100 columns."""
     kinds = Counter(type(op).__name__.lower() for op in schedule.ops)
-    again = stats.tokens_forwarded_twice / max(stats.tree_tokens, 1)
+    of, once = ("the tree", stats.tree_tokens) if dealing is None else ("the rank's", dealing.tokens[rank])
+    again = stats.tokens_forwarded_twice / max(once, 1)
     rows = [
         ("tree", f"{stats.leaves:,} leaves, longest path {stats.longest_path:,} tokens"),
         (
@@ -159,7 +160,7 @@ def summarize(
         *([("parts", _parts(schedule))] if schedule.others else []),
         *([("groups", _groups(schedule))] if schedule.groups else []),
         *([("ranks", _ranks(dealing, rank))] if dealing else []),
-        ("recompute", f"{stats.tokens_forwarded_twice:,} tokens forwarded again ({again:.1%} of the tree)"),
+        ("recompute", f"{stats.tokens_forwarded_twice:,} tokens forwarded again ({again:.1%} of {of})"),
         ("peaks", _peaks(stats)),
         *_estimates(estimates),
     ]

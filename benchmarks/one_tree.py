@@ -2,7 +2,7 @@
 
     python -m benchmarks.one_tree FOLDER [--ranks 2,4,8,64] [--output benchmarks/ONE_TREE.md]
 
-FOLDER has the rollout files that BATCHES names. Writes a page. No GPU; torch and transformers only for the models' sizes.
+FOLDER has the rollout files that BATCHES names. Writes a page. Needs transformers for models' sizes, no GPU.
 """
 
 from __future__ import annotations
@@ -56,6 +56,33 @@ much at the same time (NVLink within a node, also where there are more than 8 ra
 share of the peak however short its runs are. The time to gather and reduce parameters, of the optimiser and of planning
 is left out: it is equal for both.
 """
+
+BALANCE = """\
+## Balance, and what is exchanged
+
+Attention priced, Qwen3-8B, whose states take 4 KiB a token and layer. Tokens run in all are those of the tree, and the
+most loaded rank is at most 2% above the mean. Received and sent are tokens whose states are exchanged in a forward of a
+layer; backward, their gradients in float32 take the same ways back. Above mean is the most loaded rank.
+
+| batch | ranks | tree tokens | run in all | above mean | rounds | received, mean | most | sent, most | MB, most |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+STEP = """
+## The predicted step
+
+Extra are the tokens that own trees run beyond those of one tree; imbalance is the time of their slowest over the mean;
+what is exchanged is part of the time of one tree.
+
+| batch | model, memory | ranks | own: extra | own: imbalance | own: s | one: s | one: exchange, s | one / own |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+ONE_PATH = f"""
+## A path of {PATH:,} tokens
+
+One row over {PATH_RANKS} ranks, Qwen3-8B, pieces of at most {PATH_CHUNK:,} tokens, nothing kept from forward to
+backward; peak bytes besides weights and sums of gradients. Later tokens attend to more, so that the first rank has the
+most tokens for the same cost.
+
+| rank | tokens | rounds | tokens whose states it holds, a layer | received | GB | of one rank's |
+| --- | --- | --- | --- | --- | --- | --- |"""
 
 
 def shape_of(name: str) -> ModelShape:
@@ -125,26 +152,16 @@ def page(folder: Path, counts: Sequence[int], settings: Sequence[str]) -> Iterat
     """Yield the lines of the page."""
     shape = shape_of("8B")
     batches = {name: read(str(folder / f"{name}.npz")).sequences for name in BATCHES}
-    yield HEAD.format(date=date.today().isoformat(), shares=cost_of(shape, DEVICE).source.split(": ")[1])
-    yield "## Balance, and what is exchanged\n"
-    yield "Attention priced, Qwen3-8B; states of a token are 4 KiB a layer. Tokens run in all are those of the tree."
-    yield "Received and sent are tokens' states of all rounds, in a forward of a layer; backward, their gradients in float32.\n"
-    yield "| batch | ranks | tree tokens | run in all | slowest above mean | rounds | received, mean | received, most | sent, most | MB a layer, most |"
-    yield "| --- " * 10 + "|"
+    shares = cost_of(shape, DEVICE).source.split(": ")[1]
+    yield HEAD.replace("{date}", date.today().isoformat()).replace("{shares}", shares)
+    yield BALANCE
     for name, sequences in batches.items():
         yield from balance_rows(name, sequences, shape, counts)
-    yield "\n## The predicted step\n"
-    yield "Extra are tokens that own trees run beyond the tree's; imbalance is their slowest over the mean; exchange is part of one tree's seconds.\n"
-    yield "| batch | model, memory | ranks | own: extra | own: imbalance | own: s | one tree: s | its exchange: s | one / own |"
-    yield "| --- " * 9 + "|"
+    yield STEP
     for name, sequences in batches.items():
         for setting in settings:
             yield from step_rows(name, sequences, setting, counts if name == BATCHES[0] else counts[-2:])
-    yield f"\n## A path of {PATH:,} tokens\n"
-    yield f"One row over {PATH_RANKS} ranks, Qwen3-8B, pieces of at most {PATH_CHUNK:,} tokens, nothing kept (a sweep of stages); peak bytes besides"
-    yield "weights and sums of gradients. Later tokens attend to more, so the first rank has more tokens for the same cost.\n"
-    yield "| rank | tokens | rounds | states held of a layer, tokens | received | GB | of one rank's |"
-    yield "| --- " * 7 + "|"
+    yield ONE_PATH
     yield from path_rows(shape)
 
 

@@ -428,7 +428,7 @@ class _PieceReplay(_Replay):
         """Check nothing: branches of a piece hang from any depth of the path, and go on in other pieces."""
 
     def forward(self, op: Anchor | Forward, chunk: Chunk, rows: IntArray) -> None:
-        number = self._round(chunk)
+        number = self.pieces[chunk]
         if missing := set(range(number)) - self.rounds:
             expected, got = f"rounds 0 to {number - 1} before it", f"no states of round {min(missing)}"
             self.fail("a piece reads states of earlier rounds", expected, got)
@@ -446,7 +446,7 @@ class _PieceReplay(_Replay):
         self.rounds = {self.pieces[chunk] for chunk in self.live}  # other parts run in between
 
     def backward(self, chunk: Chunk, rows: IntArray) -> None:
-        number = self._round(chunk)
+        number = self.pieces[chunk]
         if self.schedule.mode == "score":
             self.fail("scoring runs nothing backward", "no backward", "backward")
         if chunk not in self.live:
@@ -465,11 +465,6 @@ class _PieceReplay(_Replay):
 
     def _is_done(self, chunk: Chunk) -> bool:
         return bool(self.finished[self.checked[chunk][0]].all())
-
-    def _round(self, chunk: Chunk) -> int:
-        if chunk not in self.pieces:
-            self.fail("a rank runs its pieces, whole", ", ".join(map(str, self.pieces)) or "none", str(chunk))
-        return self.pieces[chunk]
 
     def pop(self, part: Slice) -> None:
         self.fail("states above a piece are exchanged, not kept on a stack", "anchor, forward, backward", "pop")

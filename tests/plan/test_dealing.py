@@ -30,7 +30,7 @@ def costs_of(dealing, rates):
     return np.diff(total[dealing.bounds]), float(np.diff(total).max(initial=0))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(SEQUENCES, st.integers(1, 6), st.sampled_from([1, 3, 100]), RATES)
 def test_pieces_divide_the_rows_evenly(sequences, ranks, most, rates):
     dealing = dealt(sequences, ranks, most, rates)
@@ -44,7 +44,7 @@ def test_pieces_divide_the_rows_evenly(sequences, ranks, most, rates):
     assert dealing.rounds == 1 or np.diff(dealing.bounds).min() > 0, "every rank takes part in every round"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(SEQUENCES, st.integers(1, 5), st.sampled_from([1, 3, 100]))
 def test_a_piece_reads_one_path_of_earlier_pieces(sequences, ranks, most):
     dealing = dealt(sequences, ranks, most)

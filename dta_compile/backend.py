@@ -89,7 +89,7 @@ def dta(
     if graph.kind is Kind.REFUSED:
         assert graph.refusal is not None
         return _refused(graph.refusal, graph.module, parsed)
-    if graph.encoded and parsed.mesh is not None:
+    if graph.encoded and parsed.is_over_ranks:
         return Refused(_IMAGES_OVER_RANKS)
     try:
         started = time.perf_counter()

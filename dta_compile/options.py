@@ -50,8 +50,8 @@ class Options:
             activations of such a chunk are at most 0.4 of `memory_budget`; up to 65,536 in a sweep of stages, where
             these are the activations of one layer.
         strategy: "packed" (chunks filled with whole subtrees and siblings), "dfs" (Algorithms 1 and 3), "vanilla"
-            (Algorithm 2), "dense" (no sharing, same runtime), "one_tree" (one tree over the ranks of `mesh`, each of
-            which computes an equal share of its tokens), or "auto": the cheapest of them by the cost model.
+            (Algorithm 2), "dense" (no sharing, same runtime), "one_tree" (one tree over the ranks of `mesh`, by
+            default all, each of which computes an equal share of its tokens), or "auto": the cheapest of them by the cost model.
         order: leaf order of the depth-first walk: "backward_dfs" (Algorithm 1), "lexicographic" or "random".
         sweep: loop order: "chunks" (each chunk of the tree through all layers, depth first: memory for the activations
             of one chunk) or "stages" (each layer over all chunks: memory for the weights, gradient sums, keys and
@@ -118,29 +118,25 @@ class Options:
     def _set(self, key: str, value: object) -> None:
         object.__setattr__(self, key, value)
 
+    @property
+    def is_over_ranks(self) -> bool:
+        """Whether calls may run one tree over several ranks."""
+        return self.mesh is not None or self.strategy == "one_tree"
+
     def _check_mesh(self) -> None:
-        """Raise `OptionError` unless the options fit `mesh`."""
-        if self.mesh is None:
-            if self.strategy == "one_tree":
-                raise OptionError("one tree over which ranks?", expected="options={'mesh': ...}", got="no mesh")
+        """Raise `OptionError` unless the other options fit one tree over ranks."""
+        if not self.is_over_ranks:
             return
-        allowed = {
-            "strategy": ("auto", "one_tree"),
-            "sweep": ("auto", "stages"),
-            "verify": ("auto", "off"),
-            "fallback": ("raise",),
-        }
-        for key, choices in allowed.items():
+        for key, choices in OVER_RANKS.items():
             if (value := getattr(self, key)) not in choices:
                 raise OptionError(
-                    f"option {key!r} does not fit one tree over ranks (mesh)",
+                    f"option {key!r} does not fit one tree over ranks",
                     expected=", ".join(map(repr, choices)),
                     got=repr(value),
                 )
         if self.groups is not None:
-            raise OptionError(
-                "one tree over ranks (mesh) is not divided into groups", expected="groups=None", got=repr(self.groups)
-            )
+            what = "one tree over ranks is not divided into groups"
+            raise OptionError(what, expected="groups=None", got=repr(self.groups))
 
     @property
     def chunk_tokens(self) -> int:

@@ -39,6 +39,7 @@ from dta_compile.runtime.measure.calibration import Calibration, of_whole_chunks
 from dta_compile.runtime.measure.profiler import trace_artifact
 from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.one_tree.call import GroupRanks, PieceCall, over_ranks
+from dta_compile.runtime.owned_frontier import frontier_of_ranks
 from dta_compile.runtime.replay.lease import ReplayCache
 from dta_compile.runtime.returned_cache import ReturnedCache
 from dta_compile.runtime.transparent import dense_frontier, no_autocast
@@ -70,7 +71,7 @@ class Engine:
         self.executable, self.captured = executable, captured
         self.options, self.compile_seconds = options, compile_seconds
         self.ranks = ranks or Ranks()
-        self.group = None if options.mesh is None else Group(options.mesh)
+        self.group = Group(options.mesh) if options.is_over_ranks else None
         self.sizes = Sizes(executable.symbols)
         self.has_checkpoints = has_checkpoints(captured)
         self.last_plan: Plan | None = None
@@ -368,7 +369,7 @@ def _of_own_tree(options: Options, sweep: str) -> Options:
 def _dense_values(call: PlannedCall) -> list[torch.Tensor | None]:
     """Run the forward of a call; return its dense frontier values."""
     if isinstance(call, PieceCall):
-        return call.dense_values()
+        return frontier_of_ranks(call)
     return frontier_of_groups(call) if call.groups else dense_frontier(call)
 
 

@@ -44,7 +44,16 @@ def results(tmp_path_factory):
 
 
 # On two ranks, in one run; all others are on four, or slow.
-QUICK = ("rows come back", "packed rows come back", "a bad batch", "ddp", "fsdp2", "per layer, calls of all kinds")
+QUICK = (
+    "rows come back",
+    "packed rows come back",
+    "a bad batch",
+    "ddp",
+    "fsdp2",
+    "per layer, calls of all kinds",
+    "one tree, drawn",
+    "one tree, failures",
+)
 
 
 @pytest.mark.parametrize("scenario", QUICK)

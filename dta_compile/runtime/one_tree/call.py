@@ -30,7 +30,7 @@ from dta_compile.runtime.calls.mixers import runtimes_of
 from dta_compile.runtime.calls.planned_call import PlannedCall
 from dta_compile.runtime.calls.ranks import Ranks
 from dta_compile.runtime.one_tree.executor import PieceExecutor
-from dta_compile.runtime.one_tree.frontier import ComputedRows, FrontierFunction, OwnedRows
+from dta_compile.runtime.one_tree.frontier import ComputedRows, OwnedRows
 from dta_compile.runtime.one_tree.path import PiecePath
 from dta_compile.runtime.one_tree.routes import HeadRoutes, StateRoutes, head_routes, transfer
 from dta_compile.runtime.path.interface import AnyRuntime
@@ -38,7 +38,6 @@ from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens, Integers
 from dta_compile.runtime.rows.buffers import Gathered
 from dta_compile.runtime.rows.dense_to_tree import entries_first, entry_index, over_batch, to_numpy
 from dta_compile.runtime.rows.upload import upload
-from dta_compile.runtime.transparent import dense_frontier
 
 LINK_BYTES = {"cuda": 2e11, "cpu": 1e9}  # bytes a second between ranks: NVLink of a node, and the loopback
 
@@ -113,14 +112,6 @@ class PieceCall(PlannedCall):
     def computed_heads(self) -> int:
         """See `PlannedCall.computed_heads`."""
         return len(self.heads.computed)
-
-    def dense_values(self) -> list[torch.Tensor | None]:
-        """Run the forward of all parts; return this rank's dense frontier values (None: not wanted)."""
-        computed = dense_frontier(self)
-        wanted = [number for number, rows in enumerate(computed) if rows is not None]
-        dense = FrontierFunction.apply(self.owned, *(computed[number] for number in wanted))
-        by_number = dict(zip(wanted, dense, strict=True))
-        return [by_number.get(number) for number in range(len(computed))]
 
     def executor(self, part: Part | None = None) -> Executor:
         """See `PlannedCall.executor`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -16,7 +15,6 @@ from dta_compile.runtime.one_tree.routes import HeadRoutes, Transfer
 from dta_compile.runtime.rows.buffers import AllRows, next_to_zero
 from dta_compile.runtime.rows.tree_to_dense import BatchLayout
 from dta_compile.runtime.rows.upload import upload
-from dta_compile.runtime.transparent import TreeFunction, check_gradients, gradient_of_cache
 
 
 class ComputedRows:
@@ -71,34 +69,3 @@ class OwnedRows:
         """Return the places of received entries, and the entries."""
         sent = values.index_select(0, upload(way.sent, values.device))
         return upload(way.places, values.device), self.group.all_to_all(sent, way.sizes, way.received)
-
-
-class FrontierFunction(torch.autograd.Function):
-    """Autograd function from computed rows of all frontier values to this rank's dense values."""
-
-    @staticmethod
-    def forward(ctx: Any, owned: OwnedRows, *computed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Send the rows of the wanted frontier values to their owners."""
-        ctx.owned, ctx.device = owned, computed[0].device if computed else torch.device("cpu")
-        ctx.set_materialize_grads(False)
-        dense = [owned.dense(number, rows) for number, rows in zip(owned.wanted, computed, strict=True)]
-        pairs = zip(owned.wanted, dense, strict=True)
-        ctx.mark_non_differentiable(*(out for number, out in pairs if not owned.frontier[number].differentiable))
-        return tuple(dense)
-
-    @staticmethod
-    @torch.compiler.disable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Send gradients to the ranks that computed the rows. A value with a gradient on one rank has one on all."""
-        check_gradients(grads)
-        owned: OwnedRows = ctx.owned
-        for number, grad in zip(owned.wanted, grads, strict=True):
-            if owned.frontier[number].is_cache and grad is not None:
-                raise gradient_of_cache(owned.frontier[number])
-        given = owned.group.gather([grad is not None for grad in grads])
-        return None, *(
-            owned.gradient(number, grad, ctx.device) if any(on_rank[i] for on_rank in given) else None
-            for i, (number, grad) in enumerate(zip(owned.wanted, grads, strict=True))
-        )
-
-    jvp = TreeFunction.jvp

@@ -35,12 +35,14 @@ from dta_compile.cli.arguments import (
 from dta_compile.cli.check import add_check
 from dta_compile.cli.compare import add_compare, compare, print_totals, totals
 from dta_compile.cli.estimate_command import add_estimate
+from dta_compile.cli.ranks import add_ranks, plan_over_ranks, print_ranks
 from dta_compile.cli.split import add_split
 from dta_compile.cli.why_command import add_why
 from dta_compile.data import Recorded, Recording
 from dta_compile.divergence import find_losses
 from dta_compile.errors import DTAError, OptionError, PlanError
 from dta_compile.estimate.devices import DEVICES, device_named
+from dta_compile.estimate.over_ranks import RanksStep
 from dta_compile.estimate.predict import OPTIMIZERS, Ranks, keys_of, model_shape, plan_on
 from dta_compile.options import CHOICES, MOST_CHUNK_TOKENS, Options
 from dta_compile.plan import Plan, plan
@@ -129,6 +131,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="h100", help=f"for --config: {', '.join(DEVICES)} (default: %(default)s)")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="none", help="for --config: in the memory too")
     add_compare(parser)
+    add_ranks(parser)
     parser.add_argument("--leaf-only", action="store_true", help="leave out sequences that are prefixes of others")
     parser.add_argument("--schedule", action="store_true", help="print the operations too")
     parser.add_argument("--full", action="store_true", help="print tree and schedule to the end, however long")
@@ -174,20 +177,26 @@ def _plan(arguments: argparse.Namespace) -> int:
             hint="leave out --config, or --compare, --rows and --bytes-per-token",
         )
     if arguments.compare or arguments.rows is not None:
+        if arguments.ranks:
+            raise PlanError("--ranks plans one batch", hint="leave out --ranks, or --compare and --rows")
         return _plan_batches(arguments)
     recording = read_source(arguments.file, read_options(arguments), arguments.leaf_only)
     if len(recording.batches) > 1:
-        if arguments.html or arguments.dot or arguments.schedule or arguments.config:
+        if arguments.html or arguments.dot or arguments.schedule or arguments.config or arguments.ranks:
             raise PlanError(
                 "a tree is of one batch, and a folder of dumps has one in each file",
                 got=f"{len(recording.batches)} files",
                 hint="name one of its files",
             )
         return _plan_batches(arguments)
-    if arguments.config:
+    device: tuple[str, float, float] | None = None
+    steps: dict[str, RanksStep] = {}
+    if arguments.ranks:
+        batch_plan, steps = plan_over_ranks(recording.sequences, arguments)
+    elif arguments.config:
         batch_plan, device = _plan_on_device(recording.sequences, arguments)
     else:
-        batch_plan, device = _make_plan(recording.sequences, arguments), None
+        batch_plan = _make_plan(recording.sequences, arguments)
     for target, render in ((arguments.json, as_json), (arguments.dot, as_dot)):
         if target:
             write(target, render(batch_plan))
@@ -201,6 +210,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         written = Path(arguments.html)
         print(f"{visible(str(written.resolve()))}: {written.stat().st_size / 1e6:.1f} MB, opens in a browser from disk")
     if not (arguments.json or arguments.dot or arguments.html):
+        if steps:
+            print_ranks(batch_plan, steps, arguments.link, Console(highlight=False))
         _print(batch_plan, arguments)
     if device and arguments.json != "-" and arguments.dot != "-":
         name, memory, peak = device
@@ -340,15 +351,21 @@ def as_json(plan: Plan) -> str:
         "tree": nodes,
         "schedule": str(plan.schedule).splitlines(),
     }
+    if (dealing := plan.dealing) is not None:
+        facts: dict[str, Any] = {"rank": plan.rank, "imbalance": dealing.imbalance, "tokens": dealing.tokens}
+        fields["ranks"] = facts | {"received": dealing.received, "bounds": dealing.bounds.tolist()}
     return json.dumps(fields, indent=1, default=lambda value: value.item()) + "\n"
 
 
 def as_dot(plan: Plan) -> str:
-    """Return the prefix tree in Graphviz DOT; each segment lists its chunks and is coloured by the first of them."""
+    """Return the prefix tree in Graphviz DOT; each segment lists its chunks and is coloured by the first of them.
+
+    In one tree over ranks, it lists its ranks.
+    """
     lines = ["digraph prefix_tree {", "  rankdir=LR; node [shape=box, style=filled, fontname=monospace];"]
-    chunks = _chunks_of_nodes(plan)
+    kind, chunks = ("chunk", _chunks_of_nodes(plan)) if plan.dealing is None else ("rank", _ranks_of_nodes(plan))
     for node, data in plan.tree.nodes(data=True):
-        names = ", ".join(f"chunk {chunk}" for chunk in chunks[node])
+        names = ", ".join(f"{kind} {chunk}" for chunk in chunks[node])
         hue = chunks[node][0] * GOLDEN_RATIO % 1
         lines.append(f'  n{node} [label="{_label(data)}\\n{names}", fillcolor="{hue:.3f} 0.2 1.0"];')
     lines += [f"  n{parent} -> n{child};" for parent, child in plan.tree.edges]
@@ -370,3 +387,12 @@ def _chunks_of_nodes(plan: Plan) -> list[list[int]]:
                 if number not in chunks[node]:
                     chunks[node].append(number)
     return chunks
+
+
+def _ranks_of_nodes(plan: Plan) -> list[list[int]]:
+    """Return the ranks that run each segment, in the order of its tokens."""
+    tree, dealing = plan.prefix_tree, plan.dealing
+    assert dealing is not None
+    ends = tree.row + tree.stop - tree.start - 1
+    pieces = zip(dealing.owners(tree.row).tolist(), dealing.owners(ends).tolist(), strict=True)
+    return [[piece % dealing.ranks for piece in range(first, last + 1)] for first, last in pieces]

@@ -13,18 +13,22 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from dta_compile.errors import PlanError
 from dta_compile.options import Options
 from dta_compile.plan.cost import Limits
 from dta_compile.plan.events import Work
-from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Schedule
+from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Schedule, extent
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.lexicographic import IntArray
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 
 ONE_TREE = "one_tree"
 """Name of the strategy."""
+NVLINK = 4.5e11  # bytes a second that an H100 sends to, and as many that it receives from, the others of its node
+LATENCY = 2e-5  # seconds until a message is there, between GPUs of a node; an assumption
+GRADIENTS = 2  # bytes of gradients of states, in float32, relative to states in 16 bits
 IN_TURN = 0.2  # share of a recurrent model's time that is spent in its recurrences, an assumption
 
 
@@ -45,14 +49,22 @@ class Dealing:
     costs: IntArray | Sequence[float]
 
     @classmethod
-    def of(cls, tree: PrefixTree, ranks: int, most_tokens: int, rates: tuple[float, float] = (1.0, 0.0)) -> Dealing:
+    def of(
+        cls,
+        tree: PrefixTree,
+        ranks: int,
+        most_tokens: int,
+        rates: tuple[float, float] = (1.0, 0.0),
+        more: npt.NDArray[np.float64] | float = 0.0,
+    ) -> Dealing:
         """Deal a tree out in pieces of at most `most_tokens` tokens, or of the longest unit if that has more.
 
         Args:
             rates: cost per token, and per query-key pair; a token at depth d has d + 1 pairs.
+            more: `[num_rows]` cost of each row besides, such as that of its head rows.
         """
         token, pair = rates
-        total = np.concatenate([[0.0], np.cumsum(token + pair * (tree.depths() + 1.0))])
+        total = np.concatenate([[0.0], np.cumsum(token + pair * (tree.depths() + 1.0) + more)])
         most, rounds = max(most_tokens, tree.longest_unit), 1
         bounds = _cut(tree, total, ranks)
         while np.diff(bounds).max(initial=0) > most:
@@ -96,12 +108,21 @@ class Dealing:
 
     def above(self, rank: int, number: int) -> IntArray:
         """Return the rows above a rank's piece that are not in it, by depth; empty if the piece is."""
-        start, stop = self.piece(rank, number)
+        ranges = (np.arange(*part) for part in self._above(rank, number))
+        return np.concatenate([np.zeros(0, np.int64), *ranges])
+
+    def _place(self, rank: int, number: int) -> tuple[int, int]:
+        """Return a sequence and the depth in it at which a piece begins; depth 0 if the piece is empty."""
+        (start, stop), tree = self.piece(rank, number), self.tree
         if start == stop:
-            return np.zeros(0, np.int64)
-        node = int(np.searchsorted(self.tree.row, start, side="right")) - 1
-        depth = int(self.tree.start[node]) + start - int(self.tree.row[node])
-        return self.tree.rows(int(self.tree.sequence[node]), 0, depth)
+            return 0, 0
+        node = int(np.searchsorted(tree.row, start, side="right")) - 1
+        return int(tree.sequence[node]), int(tree.start[node]) + start - int(tree.row[node])
+
+    def _above(self, rank: int, number: int) -> list[tuple[int, int]]:
+        """Return `above` as ascending ranges of rows."""
+        sequence, depth = self._place(rank, number)
+        return self.tree.row_ranges(sequence, 0, depth) if depth else []
 
     def starts(self, rank: int, number: int) -> IntArray:
         """Return the depths of the path above a rank's piece at which tokens of the piece continue it, descending."""
@@ -115,14 +136,56 @@ class Dealing:
         return np.unique(depths)[::-1]
 
     @functools.cached_property
+    def traffic(self) -> IntArray:
+        """Tokens above its piece that a rank reads of another one, `[rounds, readers, sources]`; 0 of itself."""
+        counts = np.zeros((self.rounds, self.ranks, self.ranks), np.int64)
+        for number, rank in np.ndindex(self.rounds, self.ranks):
+            if ranges := self._above(rank, number):
+                edges = np.array(ranges)
+                before = np.cumsum(edges[:, 1] - edges[:, 0])  # rows of the path up to the end of each range
+                rows = np.stack([before - (edges[:, 1] - edges[:, 0]), before], 1)
+                counts[number, rank] = _by_rank(
+                    np.diff(np.interp(self.bounds, edges.reshape(-1), rows.reshape(-1))), self.ranks
+                )
+                counts[number, rank, rank] = 0
+        return counts
+
+    @property
     def received(self) -> list[int]:
         """Number of tokens whose states each rank receives in a forward of a layer."""
-        counts = [0] * self.ranks
-        for rank in range(self.ranks):
-            for number in range(self.rounds):
-                owners = self.owners(self.above(rank, number)) % self.ranks
-                counts[rank] += int((owners != rank).sum())
+        counts: list[int] = self.traffic.sum((0, 2)).tolist()
         return counts
+
+    @functools.cached_property
+    def held(self) -> list[int]:
+        """Most tokens of which each rank holds a layer's states besides the piece that it runs.
+
+        Those are the path above a piece, and the rank's own tokens that pieces of later rounds read.
+        """
+        is_read, counts = np.zeros(self.tree.num_rows, np.bool_), [0] * self.ranks
+        for number in reversed(range(self.rounds)):
+            for rank in range(self.ranks):
+                counts[rank] += int(np.count_nonzero(is_read[slice(*self.piece(rank, number))]))
+            for rank in range(self.ranks) if number else ():
+                for start, stop in self._above(rank, number):
+                    is_read[start:stop] = True
+        rounds = range(self.rounds)
+        return [max(self._place(rank, number)[1] for number in rounds) + own for rank, own in enumerate(counts)]
+
+    def in_turn(self, number: int) -> int:
+        """Return how many tokens, at most, a rank waits for in a round before its recurrences can begin.
+
+        A rank sends running states when it has run its piece, so waiting times add up along the pieces of a path.
+        """
+        waits = [0] * self.ranks
+        for rank in range(self.ranks):
+            depths = self.starts(rank, number)
+            rows = self.above(rank, number)[depths[depths > 0] - 1]
+            rounds, sources = np.divmod(self.owners(rows), self.ranks)
+            for source in np.unique(sources[rounds == number]).tolist():
+                start, stop = self.piece(source, number)
+                waits[rank] = max(waits[rank], waits[source] + stop - start)
+        return max(waits)
 
     def chunks(self, rank: int) -> list[Chunk]:
         """Return the pieces of a rank as chunks, without those that are empty; see `chunk_of`."""
@@ -167,9 +230,11 @@ class Dealing:
         if not divides or (self.rounds > 1 and not np.diff(bounds).all()):
             raise PlanError("pieces of a tree do not divide its rows", got=str(bounds.tolist())[:200])
         for piece in range(len(bounds) - 1):
-            rows = self.above(piece % self.ranks, piece // self.ranks)
-            if len(rows) and (rows.max() >= bounds[piece] or (np.diff(rows) <= 0).any()):
-                raise PlanError("a piece of a tree reads rows that come later", got=f"piece {piece}: {rows.max()}")
+            edges = [edge for part in self._above(piece % self.ranks, piece // self.ranks) for edge in part]
+            if edges and (edges[-1] > bounds[piece] or (np.diff(edges) < 0).any()):
+                raise PlanError("a piece of a tree reads rows that come later", got=f"piece {piece}: {edges[-1] - 1}")
+            if (row := _outside_unit(self.tree, int(bounds[piece]))) != bounds[piece]:
+                raise PlanError("a piece of a tree cuts tokens that read each other", got=f"row {bounds[piece]}: {row}")
 
 
 def chunk_of(tree: PrefixTree, start: int, stop: int) -> Chunk:
@@ -198,35 +263,54 @@ def deal_out(tree: PrefixTree, options: Options, limits: Limits, mode: str, rank
     """
     sizes = limits.chunk_sizes if options.chunk_size is None else (options.chunk_size,)
     forward, backward = limits.cost.forward, limits.cost.backward
-    token = sum(rates.token + rates.head for rates in (forward, backward))
-    dealing = Dealing.of(tree, ranks, max(sizes), (token, forward.pair + backward.pair))
+    heads = np.arange(tree.num_rows + 1) if limits.head_starts is None else limits.head_starts
+    rates = forward.token + backward.token, forward.pair + backward.pair
+    dealing = Dealing.of(tree, ranks, max(sizes), rates, (forward.head + backward.head) * np.diff(heads))
     if mode == "score" or not limits.parts:
         return dealing, 0
     if limits.budget is None:
         return dealing, len(limits.parts)
-    heads = np.arange(tree.num_rows + 1) if limits.head_starts is None else limits.head_starts
     most = Work(0, 0, max(dealing.tokens), 0, int(_by_rank(np.diff(heads[dealing.bounds]), ranks).max(initial=0)))
     kept, left = 0, float(limits.budget)
     for number, part in enumerate(reversed(limits.parts)):
         # The last part goes backward right after its forward: one piece of it is not kept beside others.
-        left -= part.footprint.graph(most) if number or dealing.rounds > 1 else 0.0
+        is_free = number == 0 and dealing.rounds == 1 and len(limits.parts) > 1
+        left -= 0.0 if is_free else part.footprint.graph(most)
         if left < 0:
             break
         kept += 1
     return dealing, kept
 
 
-def exchange_seconds(dealing: Dealing, limits: Limits, link: float) -> float:
+def exchange_seconds(
+    dealing: Dealing, schedule: Schedule, limits: Limits, link: float, latency: float = LATENCY
+) -> float:
     """Return the seconds that ranks wait for each other in a step, besides those that they compute.
 
-    States of tokens are sent forward, once more if they are computed again, and back as gradients in float32, of which
-    none is hidden behind computation. Running states are computed by one rank after the other.
+    All ranks run a round together, layer by layer. In every forward of a layer the busiest rank receives, or sends, the
+    states of `traffic`, in a message to each other rank; their gradients take the same way back. None of it is taken to
+    be hidden behind computation. Running states are computed by one rank after the other.
+
+    Args:
+        schedule: ops of a rank that has pieces.
+        link: bytes a second that a rank receives, and sends at the same time.
+        latency: seconds of a message.
     """
-    sent = 4 * limits.footprint.kv_token * max(dealing.received) / link
-    if not limits.footprint.has_states:
-        return sent
-    in_turn = (limits.cost.forward.token + limits.cost.backward.token) * dealing.tree.num_rows * IN_TURN
-    return sent + in_turn * (1 - 1 / dealing.ranks)
+    layers = sum(part.footprint.kv_token > 0 or part.footprint.has_states for part in limits.parts)
+    forward, backward = limits.cost.forward.token, limits.cost.backward.token
+    seconds = 0.0
+    for number, chunk in enumerate(schedule.chunks):
+        traffic = dealing.traffic[number]
+        tokens, messages = (int(max(counts.sum(0).max(), counts.sum(1).max())) for counts in (traffic, traffic > 0))
+        sent, wait = limits.footprint.kv_token * tokens / link, layers * messages * latency
+        in_turn = IN_TURN * dealing.in_turn(number) if limits.footprint.has_states else 0.0
+        for share, of_parts in schedule.kinds:
+            runs = [type(op) for op in of_parts.ops if extent(op) == chunk]
+            back = runs.count(Backward)
+            again = len(runs) - back
+            seconds += share * (again * (sent + wait + in_turn * forward))
+            seconds += share * (back * (GRADIENTS * sent + wait + in_turn * backward))
+    return seconds
 
 
 def _cut(tree: PrefixTree, total: IntArray, pieces: int) -> IntArray:

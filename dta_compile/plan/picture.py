@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from dta_compile.errors import PlanError
 from dta_compile.plan.cost import Limits
+from dta_compile.plan.dealing import Dealing
 from dta_compile.plan.events import Held, interpret
 from dta_compile.plan.peak_memory import bytes_by_op
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Pop, Restore, Schedule, extent
@@ -57,17 +58,25 @@ class Known:
 
 
 def picture(
-    tree: PrefixTree, schedule: Schedule, limits: Limits, facts: Mapping[str, Any], known: Known, title: str
+    tree: PrefixTree,
+    schedule: Schedule,
+    limits: Limits,
+    facts: Mapping[str, Any],
+    known: Known,
+    title: str,
+    dealing: Dealing | None = None,
+    rank: int = 0,
 ) -> str:
     """Return the text of the page.
 
     Args:
         facts: figures and texts that are shown as they are.
+        dealing: pieces of the tree over ranks, of which the schedule runs those of `rank`.
 
     Raises:
         PlanError: `known` does not fit the plan's sequences.
     """
-    columns = _segments(tree) | _ops(tree, schedule) | _levels(tree, schedule, limits)
+    columns = _segments(tree) | _ops(tree, schedule, dealing, rank) | _levels(tree, schedule, limits)
     columns |= _outcomes(tree, known) | _causes(tree, known)
     names = None if known.names is None else [str(name) for name in _counted("names", known.names, tree)]
     ops = schedule.lines()[1 : len(schedule.ops) + 1]
@@ -85,6 +94,7 @@ def picture(
         "budget": None if counted else limits.budget,
         "thumbnails": _thumbnails(known),
         "losses": None if known.losses is None else _figures(known.losses),
+        "ranks": None if dealing is None else {"count": dealing.ranks, "own": rank, "rounds": dealing.rounds},
         "device": None if counted or known.device is None else _device(*known.device, columns["peakBytes"]),
     }
     return page(title, {**facts, **more, **token_facts}, columns | tokens)
@@ -102,7 +112,7 @@ def _segments(tree: PrefixTree) -> dict[str, Column]:
     }
 
 
-def _ops(tree: PrefixTree, schedule: Schedule) -> dict[str, Column]:
+def _ops(tree: PrefixTree, schedule: Schedule, dealing: Dealing | None, rank: int) -> dict[str, Column]:
     """Return columns by op, and runs of tree tokens that are forwarded equally often or written by one chunk.
 
     By op: kind, index of its distinct chunk or slice, state of its chunk, sequence whose path is on the stack after it.
@@ -124,6 +134,8 @@ def _ops(tree: PrefixTree, schedule: Schedule) -> dict[str, Column]:
             for start, stop in tree.chunk_ranges(op.chunk):
                 times[[start, stop]] += 1, -1
                 owner[start:stop][owner[start:stop] < 0] = number if op.out else -1
+    times = np.cumsum(times)[:-1]
+    of_ranks = {} if dealing is None else _pieces(dealing, rank, times)
     ranges = [_ranges(tree, part) for part in parts]
     flat = np.array([edge for group in ranges for edge in group], np.int64).reshape(-1, 2)
     return {
@@ -137,9 +149,23 @@ def _ops(tree: PrefixTree, schedule: Schedule) -> dict[str, Column]:
         "partTokens": np.array([part.tokens for part in parts], np.int64),
         "rangeStart": flat[:, 0],
         "rangeStop": flat[:, 1],
-        **_runs("forwards", np.cumsum(times)[:-1]),
+        **_runs("forwards", times),
         **_runs("owner", owner),
+        **of_ranks,
     }
+
+
+def _pieces(dealing: Dealing, rank: int, times: IntArray) -> dict[str, Column]:
+    """Return runs of tree tokens by the rank that runs them; count in `times` what all ranks run, not `rank` alone.
+
+    All ranks run the pieces of a round equally often.
+    """
+    for number in range(dealing.rounds):
+        start, stop = dealing.piece(rank, number)
+        first, last = (int(dealing.bounds[edge * dealing.ranks]) for edge in (number, number + 1))
+        times[first:last] = times[start] if start < stop else 1
+    pieces = np.arange(len(dealing.bounds) - 1)
+    return _runs("rank", np.repeat(pieces % dealing.ranks, np.diff(dealing.bounds)))
 
 
 def _ranges(tree: PrefixTree, part: Chunk | Slice) -> list[tuple[int, int]]:

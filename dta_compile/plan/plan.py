@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from dta_compile.errors import OptionError
+from dta_compile.errors import OptionError, PlanError
 from dta_compile.files import write_output
-from dta_compile.options import MOST_BYTES, Options
-from dta_compile.plan.cost import Limits, choose_lazily
-from dta_compile.plan.dealing import Dealing, deal_out, exchange_seconds
-from dta_compile.plan.peak_memory import Footprint
+from dta_compile.options import MOST_BYTES, Options, as_integer
+from dta_compile.plan.cost import BY_STAGES, Limits, choose_lazily, chunk_sizes
+from dta_compile.plan.dealing import NVLINK, Dealing, deal_out, exchange_seconds
+from dta_compile.plan.peak_memory import Footprint, PartBytes
 from dta_compile.plan.picture import Known, picture
 from dta_compile.plan.schedule import Schedule
 from dta_compile.plan.simulate import Simulation, causal_pairs, simulate
@@ -30,6 +30,8 @@ from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.plan.tree.split_prefixes import Images, SplitPrefixes, with_keys
 from dta_compile.plan.verify import check
 from dta_compile.views.traces.chrome import Process, as_chrome_trace
+
+ONE_TREE_MODES = ("score", "transparent")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -126,8 +128,9 @@ class Plan:
     ) -> None:
         """Write the plan as one HTML file that opens from disk and needs no network.
 
-        The page links the tree, the schedule, and the tokens and bytes held. For huge plans it has only the first and
-        last tokens of each segment, and says so.
+        The page links the tree, the schedule, and the tokens and bytes held. One tree over ranks is coloured by the
+        rank that runs a token; the schedule is that of this plan's rank. For huge plans it has only the first and last
+        tokens of each segment, and says so.
 
         Args:
             path: the file to write.
@@ -155,7 +158,8 @@ class Plan:
         pictures = Images.of(images) if images else self.images
         known = Known(ids, tokenizer, rewards, loss_masks, names, pictures, thumbnails, losses, device)
         facts = {"summary": str(self), "stats": dataclasses.asdict(self.stats), "shared": self.prefix_tree.shared}
-        text = picture(self.prefix_tree, self.schedule, self.limits, facts, known, title)
+        planned = self.prefix_tree, self.schedule, self.limits
+        text = picture(*planned, facts, known, title, self.dealing, self.rank)
         write_output(path, text)
 
     def scalars(self) -> dict[str, float]:
@@ -163,13 +167,15 @@ class Plan:
 
         For a compiled call, seconds and throughput are included once it was measured (`last_plan` waits for that).
         """
-        return scalars(self.stats, self.estimates)
+        return scalars(self.stats, self.estimates, self.dealing, self.rank)
 
-    def trace_processes(self, rank: int = 0, epoch: float | None = None) -> list[Process]:
+    def trace_processes(self, rank: int | None = None, epoch: float | None = None) -> list[Process]:
         """Return one rank's part of `to_chrome_trace`, timed from `epoch` (seconds since 1970) or its own start."""
-        return processes(self.prefix_tree, self.schedule, self.limits, self.estimates, rank, epoch)
+        rank = self.rank if rank is None or self.dealing is not None else rank
+        planned = self.prefix_tree, self.schedule, self.limits, self.estimates
+        return processes(*planned, rank, epoch, self.dealing)
 
-    def to_chrome_trace(self, path: str | PathLike[str], rank: int = 0) -> None:
+    def to_chrome_trace(self, path: str | PathLike[str], rank: int | None = None) -> None:
         """Write the schedule's timeline as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
 
         Contains the timeline that the cost model predicts and, after a run, the measured one: a track per stream, and
@@ -178,7 +184,7 @@ class Plan:
 
         Args:
             path: the file to write.
-            rank: rank that the tracks are named after.
+            rank: rank that the tracks are named after; by default the plan's own.
 
         Raises:
             OSError: the file cannot be written.
@@ -197,7 +203,7 @@ class Plan:
 
     def __str__(self) -> str:
         facts = self.stats, self.prefix_tree, self.schedule, self.reason, self.estimates
-        return summarize(*facts, self.segments, self.tokens_lost, self.images, self.dealing)
+        return summarize(*facts, self.segments, self.tokens_lost, self.images, self.dealing, self.rank)
 
     def __repr__(self) -> str:
         sequences, ops = len(self.prefix_tree.lengths), len(self.schedule.ops)
@@ -240,37 +246,49 @@ def make_plan(
 def plan_of_ranks(
     tree: PrefixTree, own: Plan, limits: Limits, mode: str, rank: int, ranks: int, link: float = math.inf
 ) -> Plan:
-    """Plan one tree over ranks: the pieces of each, and the schedule of one of them.
+    """Plan one tree over ranks in a compiled call, by the options of `own`, the plan of this rank's own tree."""
+    return plan_one_tree(tree, own.options, limits, mode, rank, ranks, link)
+
+
+def plan_one_tree(
+    tree: PrefixTree, options: Options, limits: Limits, mode: str, rank: int, ranks: int, link: float = math.inf
+) -> Plan:
+    """Plan one tree over ranks: the pieces of each, and the verified schedule of one of them.
 
     Args:
         tree: tree of the sequences of all ranks.
-        own: plan of this rank's own tree, for its options.
         limits: as in `make_plan`, the same on all ranks; `head_starts` of this tree.
         link: bytes a second that a rank receives from others.
     """
-    dealing, kept = deal_out(tree, own.options, limits, mode, ranks)
-    dealing.check()
+    dealing, kept = deal_out(tree, options, limits, mode, ranks)
 
     def of_rank(number: int) -> tuple[Schedule, Simulation]:
-        schedule = dealing.schedule(number, own.options, mode, len(limits.parts), kept)
+        schedule = dealing.schedule(number, options, mode, len(limits.parts), kept)
         counts = simulate(tree, schedule, limits.head_starts)
-        return schedule, dataclasses.replace(counts, recomputed_tokens=counts.forward.tokens - dealing.tokens[number])
+        again = counts.forward.tokens - dealing.tokens[number]
+        held = dealing.held[number]
+        return schedule, dataclasses.replace(counts, recomputed_tokens=again, peak_stack_tokens=held)
 
     schedule, simulation = of_rank(rank)
-    slowest = int(np.argmax(dealing.costs))
-    seconds = limits.cost.estimate(of_rank(slowest)[1]) + exchange_seconds(dealing, limits, link)
-    estimates = Estimates(seconds, limits.cost.source)
+    check(tree, schedule, limits.footprint.has_states, dealing, rank)
+    of_slowest, counts = of_rank(int(np.argmax(dealing.costs)))
+    exchange = exchange_seconds(dealing, of_slowest, limits, link)
+    estimates = Estimates(limits.cost.estimate(counts) + exchange, limits.cost.source)
 
     def explain() -> str:
-        return f"one tree over {ranks} ranks, {seconds:.3g} s by estimated cost ({limits.cost.source})"
+        seconds = f"{estimates.seconds:.3g} s by estimated cost ({limits.cost.source})"
+        return f"one tree over {ranks} ranks, {seconds}, {exchange:.2g} s of it for what they exchange"
 
-    return Plan(tree, schedule, simulation, own.options, explain, estimates, limits=limits, dealing=dealing, rank=rank)
+    return Plan(tree, schedule, simulation, options, explain, estimates, limits=limits, dealing=dealing, rank=rank)
 
 
 def plan(
     sequences: Iterable[Any] | PrefixTree,
     *,
     mode: str = "transparent",
+    ranks: int | None = None,
+    rank: int = 0,
+    link: float = NVLINK,
     bytes_per_token: float | None = None,
     kv_bytes_per_token: float = 0.0,
     state_bytes: float = 0.0,
@@ -280,9 +298,17 @@ def plan(
 ) -> Plan:
     """Plan a batch, without a model and without torch.
 
+    With `ranks` the sequences, those of all ranks, run as one tree that is dealt out over the ranks, as compiled calls
+    do by `options={"mesh": ...}` (see `Dealing`). The plan is that of one rank, and `dealing` says what the others run.
+    `balance` divides sequences instead, so that every rank runs a tree of its own.
+
     Args:
         sequences: token ids of every sequence: 1-D arrays, lists or tensors of integers; or a `PrefixTree`.
         mode: "score", "transparent" or "streaming" (see `build_schedule`).
+        ranks: number of ranks that run one tree; None: the batch is planned for one device.
+        rank: rank whose schedule is returned, counted from 0.
+        link: bytes a second that a rank receives from others, for the estimate; by default, NVLink of an H100 node.
+            What ranks exchange takes `kv_bytes_per_token`.
         bytes_per_token: bytes of activations that the graph keeps for one token; a `memory_budget` is spent on them.
         kv_bytes_per_token: bytes of keys and values of one token, all layers; 0: KV is not kept without its graph.
         state_bytes: bytes of the running states of the recurrent layers at one depth; 0: the model has none.
@@ -291,13 +317,13 @@ def plan(
         images: for every sequence, `(start, stop, image)` of the placeholder tokens of each image (or another medium).
             Equal images have an equal `image`, which may be a number, a hash or a path; only these share tokens.
         options: as in `torch.compile(..., options={...})` (see `Options`). Without a `memory_budget` all graphs are
-            kept from forward to backward.
+            kept from forward to backward. Without a `chunk_size`, `ranks` run pieces of up to 65,536 tokens.
 
     Raises:
-        OptionError: an unknown option or a bad value.
+        OptionError: an unknown option, a bad value, or one that does not fit one tree over ranks.
         PlanError: a sequence that is not a run of integers, routes or images that do not fit, or an unknown mode.
     """
-    parsed = Options.parse(options)
+    parsed = Options.parse(options if ranks is None else {**options, "mesh": _ranks(ranks, rank, mode)})
     if parsed.memory_budget and (bytes_per_token is None or bytes_per_token <= 0):
         raise OptionError(
             "memory_budget is in bytes, and a plan counts tokens",
@@ -314,8 +340,30 @@ def plan(
     numbered = None if images is None else Images.of(images)
     if routes is not None or numbered is not None:
         tree, split = with_keys(tree, routes, numbered)
-    planned = make_plan(tree, parsed, mode=mode, limits=limits, split=split)
-    return dataclasses.replace(planned, sequences=ids, images=numbered)
+    if ranks is None:
+        planned = make_plan(tree, parsed, mode=mode, limits=limits, split=split)
+    else:
+        sizes = chunk_sizes(parsed.memory_budget or math.inf, footprint.graph_token, BY_STAGES)
+        limits = dataclasses.replace(limits, parts=(PartBytes(footprint),), chunk_sizes=sizes)
+        shared = tree if isinstance(tree, PrefixTree) else PrefixTree.build(tree)
+        planned = plan_one_tree(shared, parsed, limits, mode, int(rank), int(ranks), link)
+    return dataclasses.replace(planned, sequences=ids, images=numbered, split=split)
+
+
+def _ranks(ranks: object, rank: object, mode: str) -> tuple[int, ...]:
+    """Return the numbers of the ranks of one tree.
+
+    Raises:
+        PlanError: not a number of ranks, not one of them, or a mode in which each rank runs a tree of its own.
+    """
+    count, number = as_integer(ranks), as_integer(rank)
+    if count is None or count < 1:
+        raise PlanError("cannot plan one tree over this number of ranks", expected="an integer >= 1", got=repr(ranks))
+    if number is None or not 0 <= number < count:
+        raise PlanError("not a rank", expected=f"an integer from 0 to {count - 1}", got=repr(rank))
+    if mode not in ONE_TREE_MODES:
+        raise PlanError("one tree over ranks has no such mode", expected=", ".join(ONE_TREE_MODES), got=repr(mode))
+    return tuple(range(count))
 
 
 def _ratio(numerator: int, denominator: int) -> float:

@@ -136,10 +136,12 @@ def summarize(
     tokens_lost: Mapping[str, int] | None = None,
     images: Images | None = None,
     dealing: Dealing | None = None,
+    rank: int = 0,
 ) -> str:
     """Format counts, strategy and reason, ops by kind and peaks in at most 24 lines of 100 columns."""
     kinds = Counter(type(op).__name__.lower() for op in schedule.ops)
-    again = stats.tokens_forwarded_twice / max(stats.tree_tokens, 1)
+    of, once = ("the tree", stats.tree_tokens) if dealing is None else ("the rank's", dealing.tokens[rank])
+    again = stats.tokens_forwarded_twice / max(once, 1)
     rows = [
         ("tree", f"{stats.leaves:,} leaves, longest path {stats.longest_path:,} tokens"),
         (
@@ -157,8 +159,8 @@ def summarize(
         ),
         *([("parts", _parts(schedule))] if schedule.others else []),
         *([("groups", _groups(schedule))] if schedule.groups else []),
-        *([("ranks", _ranks(dealing))] if dealing else []),
-        ("recompute", f"{stats.tokens_forwarded_twice:,} tokens forwarded again ({again:.1%} of the tree)"),
+        *([("ranks", _ranks(dealing, rank))] if dealing else []),
+        ("recompute", f"{stats.tokens_forwarded_twice:,} tokens forwarded again ({again:.1%} of {of})"),
         ("peaks", _peaks(stats)),
         *_estimates(estimates),
     ]
@@ -188,12 +190,13 @@ def _groups(schedule: Schedule) -> str:
     return f"{len(schedule.groups)} groups of subtrees, one after another, each forward once more before its backward"
 
 
-def _ranks(dealing: Dealing) -> str:
-    """Say how many tokens ranks run, receive states of, and how even their costs are."""
+def _ranks(dealing: Dealing, rank: int) -> str:
+    """Say how many tokens ranks run and receive states of, and how even their costs are."""
     tokens, rounds = dealing.tokens, f" in {dealing.rounds} rounds" if dealing.rounds > 1 else ""
     return (
-        f"{sum(tokens):,} tokens over {dealing.ranks} ranks{rounds}, {min(tokens):,} to {max(tokens):,} each; the "
-        f"slowest {dealing.imbalance - 1:.1%} above the mean; at most {max(dealing.received):,} tokens' states received"
+        f"{sum(tokens):,} tokens run in all = tokens of the tree; {dealing.ranks} ranks{rounds}, {min(tokens):,} "
+        f"to {max(tokens):,} each, {tokens[rank]:,} on rank {rank}; slowest {dealing.imbalance - 1:.1%} "
+        f"above the mean; at most {max(dealing.received):,} tokens' states received"
     )
 
 
@@ -293,9 +296,13 @@ def _decade(digits: int) -> str:
 PREFIX = "dta/"
 
 
-def scalars(stats: Stats, estimates: Estimates) -> dict[str, float]:
-    """Return all fields of `Stats`, and time and memory as far as known (see `Plan.scalars`)."""
+def scalars(stats: Stats, estimates: Estimates, dealing: Dealing | None = None, rank: int = 0) -> dict[str, float]:
+    """Return all fields of `Stats`, figures of ranks, and time and memory as far as known (see `Plan.scalars`)."""
     values: dict[str, float] = {PREFIX + name: float(value) for name, value in dataclasses.asdict(stats).items()}
+    if dealing is not None:
+        values |= {f"{PREFIX}ranks": float(dealing.ranks), f"{PREFIX}rank_imbalance": dealing.imbalance}
+        values |= {f"{PREFIX}rank_tokens": float(dealing.tokens[rank])}
+        values |= {f"{PREFIX}rank_tokens_received": float(dealing.received[rank])}
     values[PREFIX + "predicted_seconds"] = estimates.seconds
     if (measured := estimates.measured_seconds) is not None:
         values[PREFIX + "seconds"] = measured

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from dta_compile.plan.cost import Limits
+from dta_compile.plan.dealing import Dealing
 from dta_compile.plan.events import Work, interpret
 from dta_compile.plan.peak_memory import bytes_by_op
 from dta_compile.plan.schedule import Attach, Op, Schedule, extent, format_op
-from dta_compile.plan.tree.chunk import Chunk
+from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.views.traces.chrome import TICKS, Event, Process, as_speedscope
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from dta_compile.plan.summary import Estimates
 
 SECOND = 1_000_000 * TICKS
+Rounds = Mapping[Chunk | Slice | None, Mapping[str, int]]
+"""Facts of pieces of a tree over ranks, by chunk."""
 LONGEST_NAME = 60  # characters of an op's name in a trace; the event's facts hold the whole text
 
 
@@ -50,36 +53,52 @@ def op_costs(tree: PrefixTree, schedule: Schedule, limits: Limits) -> Iterator[O
 
 
 def processes(
-    tree: PrefixTree, schedule: Schedule, limits: Limits, estimates: Estimates, rank: int, epoch: float | None = None
+    tree: PrefixTree,
+    schedule: Schedule,
+    limits: Limits,
+    estimates: Estimates,
+    rank: int,
+    epoch: float | None = None,
+    dealing: Dealing | None = None,
 ) -> list[Process]:
     """Return the trace of one rank's plan: the prediction, and the measured run if there was one.
 
     Args:
         rank: rank that the tracks are named after.
         epoch: origin of the measured run's times (seconds since 1970); None: the start of the run.
+        dealing: pieces of the tree over ranks, of which the schedule runs those of `rank`; ops name their rounds.
     """
     levels = _levels(tree, schedule, limits)
-    traces = [_predicted(tree, schedule, limits, levels, rank)]
+    rounds: Rounds = {}
+    if dealing is not None:
+        pieces = (dealing.piece(rank, number) for number in range(dealing.rounds))
+        numbers = [number for number, (start, stop) in enumerate(pieces) if start < stop]
+        received = dealing.traffic[:, rank].sum(1).tolist()
+        rounds = {
+            chunk: {"round": number, "tokens received": received[number]}
+            for number, chunk in zip(numbers, dealing.chunks(rank), strict=True)
+        }
+    traces = [_predicted(tree, schedule, limits, levels, rank, rounds)]
     if estimates.runs:
         begin = 0.0 if epoch is None or estimates.began is None else estimates.began - epoch
-        traces.append(_measured(schedule, estimates, levels, rank, begin))
+        traces.append(_measured(schedule, estimates, levels, rank, begin, rounds))
     return traces
 
 
 def _predicted(
-    tree: PrefixTree, schedule: Schedule, limits: Limits, levels: list[dict[str, float]], rank: int
+    tree: PrefixTree, schedule: Schedule, limits: Limits, levels: list[dict[str, float]], rank: int, rounds: Rounds
 ) -> Process:
     events: list[Event] = []
     clock = 0.0
     for op, work, seconds in op_costs(tree, schedule, limits):
         start, clock = clock, clock + seconds
-        events.append(Event(_short(op), _ticks(start), _ticks(clock), _facts(op, work)))
+        events.append(Event(_short(op, rounds), _ticks(start), _ticks(clock), _facts(op, work, rounds)))
     counters = [(event.stop, level) for event, level in zip(events, levels, strict=True)]
     return Process(f"rank {rank}: predicted ({limits.cost.source})", {"schedule": events}, counters)
 
 
 def _measured(
-    schedule: Schedule, estimates: Estimates, levels: list[dict[str, float]], rank: int, begin: float
+    schedule: Schedule, estimates: Estimates, levels: list[dict[str, float]], rank: int, begin: float, rounds: Rounds
 ) -> Process:
     """Return the measured run; host and stream have a track each, except on a CPU, where they are the same."""
     level_of = {id(op): level for op, level in zip(schedule.ops, levels, strict=True)}
@@ -87,7 +106,7 @@ def _measured(
     launches: list[Event] = []
     counters = []
     for run in estimates.runs:
-        name, facts = _short(run.op), _facts(run.op, run.work)
+        name, facts = _short(run.op, rounds), _facts(run.op, run.work, rounds)
         for events, start, seconds in (
             (runs, run.start, run.seconds),
             (launches, run.launched, run.launch_seconds),
@@ -101,12 +120,15 @@ def _measured(
     return Process(f"rank {rank}: measured", tracks, counters)
 
 
-def _facts(op: Op, work: Work) -> dict[str, object]:
-    return {"op": format_op(op), **{name: amount for name, amount in work._asdict().items() if amount}}
+def _facts(op: Op, work: Work, rounds: Rounds) -> dict[str, object]:
+    amounts = {name: amount for name, amount in work._asdict().items() if amount}
+    return {"op": format_op(op), **amounts, **rounds.get(extent(op), {})}
 
 
-def _short(op: Op) -> str:
+def _short(op: Op, rounds: Rounds) -> str:
     name = op_name(op)
+    if number := rounds.get(extent(op)):
+        name = f"round {number['round']}: {name}"
     return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 3] + "..."
 
 

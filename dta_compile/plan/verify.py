@@ -11,6 +11,7 @@ from typing import NoReturn
 import numpy as np
 
 from dta_compile.errors import ScheduleError
+from dta_compile.plan.dealing import Dealing
 from dta_compile.plan.events import Interpreter
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule, extent
 from dta_compile.plan.simulate import Simulation, by_group, simulate
@@ -22,22 +23,37 @@ _WINDOW = 6  # rows of the listing shown on either side of the offending one
 
 
 def verify(
-    tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None, states: bool = False
+    tree: PrefixTree,
+    schedule: Schedule,
+    head_starts: IntArray | None = None,
+    states: bool = False,
+    dealing: Dealing | None = None,
+    rank: int = 0,
 ) -> Simulation:
     """Like `check`; return the counts of the schedule (see `simulate`)."""
-    check(tree, schedule, states)
+    check(tree, schedule, states, dealing, rank)
     return simulate(tree, schedule, head_starts)
 
 
-def check(tree: PrefixTree, schedule: Schedule, states: bool = False) -> None:
+def check(
+    tree: PrefixTree, schedule: Schedule, states: bool = False, dealing: Dealing | None = None, rank: int = 0
+) -> None:
     """Replay `schedule` against `tree`.
 
-    `states`: the model has running states, so every chunk must find the state at its start on the stack.
+    Args:
+        states: the model has running states, so every chunk must find the state at its start on the stack.
+        dealing: pieces of the tree over ranks, of which the schedule runs those of `rank`.
 
     Raises:
         ScheduleError: a rule is broken; shows the rule, what was expected and found, and the listing around the
             offending line, which is marked `>>`.
+        PlanError: the pieces of `dealing` do not divide the tree, or read what comes later.
     """
+    if dealing is not None:
+        dealing.check()
+        for _, kind in schedule.kinds:
+            _PieceReplay(dealing, rank, kind).run()
+        return
     if schedule.groups:
         _check_groups(tree, schedule)
         for part, run, _ in by_group(tree, schedule):
@@ -387,3 +403,71 @@ class _Replay(Interpreter):
         window = range(max(row - _WINDOW, 0), min(row + _WINDOW + 1, len(lines)))
         listing = "\n".join(f"  {'>>' if k == row else '  '} {k:>4}  {lines[k]}" for k in window)
         raise ScheduleError(f"illegal schedule: {rule}\n{listing}", expected=expected, got=got)
+
+
+class _PieceReplay(_Replay):
+    """Replay of the schedule of one rank, whose chunks are its pieces of a tree over ranks.
+
+    Other ranks run the same ops on the pieces of the same round, so what a piece reads is there if its own round comes
+    after all earlier ones; their rows count as done from the start.
+    """
+
+    def __init__(self, dealing: Dealing, rank: int, schedule: Schedule) -> None:
+        super().__init__(dealing.tree, schedule, False)
+        self.pieces = {chunk: number for number, chunk in enumerate(dealing.chunks(rank))}
+        own = np.zeros(dealing.tree.num_rows, np.bool_)
+        own[dealing.rows(rank)] = True
+        self.others, self.written = ~own, ~own
+        self.rounds: set[int] = set()  # whose states are there
+        if schedule.chunks != tuple(self.pieces) or not self.by_stages:
+            expected = " ".join(map(str, self.pieces)) or "no chunks"
+            got = " ".join(map(str, schedule.chunks)) or "no chunks"
+            self.fail(f"a sweep of stages runs the pieces of rank {rank}, in order", expected, got)
+
+    def check_packed(self, chunk: Chunk, rows: IntArray, inside: IntArray) -> None:
+        """Check nothing: branches of a piece hang from any depth of the path, and go on in other pieces."""
+
+    def forward(self, op: Anchor | Forward, chunk: Chunk, rows: IntArray) -> None:
+        number = self.pieces[chunk]
+        if missing := set(range(number)) - self.rounds:
+            expected, got = f"rounds 0 to {number - 1} before it", f"no states of round {min(missing)}"
+            self.fail("a piece reads states of earlier rounds", expected, got)
+        if op.states or (isinstance(op, Anchor) and op.keeps):
+            self.fail("a piece keeps its graph, or nothing", "no flags but out", str(op.chunk))
+        if isinstance(op, Forward):
+            self.check_graph(chunk, rows)
+            self.graph[rows] = self.position
+        self.written[rows] |= op.out
+        self.rounds.add(number)
+
+    def attach(self, sequences: tuple[int, ...]) -> None:
+        super().attach(sequences)
+        self.finished |= self.others
+        self.rounds = {self.pieces[chunk] for chunk in self.live}  # other parts run in between
+
+    def backward(self, chunk: Chunk, rows: IntArray) -> None:
+        number = self.pieces[chunk]
+        if self.schedule.mode == "score":
+            self.fail("scoring runs nothing backward", "no backward", "backward")
+        if chunk not in self.live:
+            self.fail("backward consumes the graph of exactly its chunk", f"a graph of {chunk}", self.graphs_text())
+        if not self.attached.all():
+            self.fail("backward comes after the attach of all sequences", "attach first", "not attached")
+        later = [str(piece) for piece in self.crossed if self.pieces[piece] > number and not self._is_done(piece)]
+        if later:
+            self.fail(
+                "a piece waits for the gradients that later rounds have for its states",
+                "their backward first",
+                later[0],
+            )
+        self.finished[rows] = True
+        self.graph[rows] = -1
+
+    def _is_done(self, chunk: Chunk) -> bool:
+        return bool(self.finished[self.checked[chunk][0]].all())
+
+    def pop(self, part: Slice) -> None:
+        self.fail("states above a piece are exchanged, not kept on a stack", "anchor, forward, backward", "pop")
+
+    def restore(self, part: Slice) -> None:
+        self.fail("states above a piece are exchanged, not kept on a stack", "anchor, forward, backward", "restore")

@@ -1,6 +1,7 @@
 // Colour modes of the tree. A mode gives every part of a node a shade, an index into the mode's table of colours.
 
 const SHADES = 64; // in a colour ramp
+const MOST_RANKS = 12; // in a legend; of more, the first, the last and the plan's own
 
 const RAMPS = {
   sharing: {
@@ -106,6 +107,25 @@ class CauseMode extends Mode {
   }
 }
 
+// A mode by the rank that runs a token, in one tree over ranks.
+class RankMode extends Mode {
+  constructor(theme, { count, own }) {
+    super("ranks", "Ranks", `which of ${number(count)} ranks runs a token; the schedule is that of rank ${own}`, theme);
+    Object.assign(this, { count, own, column: "rank" });
+  }
+
+  // Hues a golden section apart, so that neighbours differ however many ranks there are.
+  table() {
+    const [middle, reach] = this.theme.name === "dark" ? [115, 75] : [160, 80];
+    const channel = (rank, i) => Math.round(middle + reach * Math.cos(2 * Math.PI * (rank * 0.618034 + i / 3)));
+    return Array.from({ length: this.count }, (_, rank) => `rgb(${[0, 1, 2].map((i) => channel(rank, i))})`);
+  }
+
+  shade(rank) {
+    return rank;
+  }
+}
+
 function modesOf(tree, schedule, theme) {
   const most = (name) => Math.max(1, bounds(tree[`${name}Value`])[1]);
   const times = most("forwards");
@@ -151,7 +171,8 @@ function modesOf(tree, schedule, theme) {
       }),
     );
   }
-  const { losses } = tree.facts;
+  const { losses, ranks } = tree.facts;
+  if (ranks) modes.push(new RankMode(theme, ranks));
   if (losses?.length) modes.push(new CauseMode(theme, losses.filter(({ advice }) => advice).map(({ name }) => name)));
   modes.push(new StateMode(theme, schedule));
   return modes;
@@ -187,6 +208,11 @@ function drawLegend(element, mode) {
   }
   if (mode instanceof CauseMode) {
     mode.names.forEach((name, i) => swatch(mode.colors[mode.shade(i + 1)], name));
+    return;
+  }
+  if (mode instanceof RankMode) {
+    const shown = mode.count > MOST_RANKS ? [...new Set([0, mode.own, mode.count - 1])] : mode.colors.keys();
+    for (const rank of shown) swatch(mode.colors[rank], rank === mode.own ? `rank ${rank}, this one` : `rank ${rank}`);
     return;
   }
   const ticks = [...mode.ticks];

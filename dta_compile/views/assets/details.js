@@ -218,12 +218,21 @@ class Details {
       ["of them end here", ends ? number(ends) : null],
       ["tokens saved", tree.through(node) > 1 ? number(tree.size(node) * (tree.through(node) - 1)) : null],
       ["run forward", times === 1 ? "once" : `${short(times)} times`],
+      ["run by", tree.rankStart ? this.ranksOf(node) : null],
       [
         "trained on",
         tree.trainedStart ? `${short(100 * tree.average("trained", node, (n) => n > 0))} % of tokens` : null,
       ],
       [tree.through(node) > 1 ? "mean reward" : "reward", tree.reward ? short(tree.meanReward(node)) : null],
     ];
+  }
+
+  // The ranks that run a segment, in the order of its tokens.
+  ranksOf(node) {
+    const found = [];
+    this.tree.eachRun("rank", this.tree.first[node], this.tree.first[node + 1], (rank) => found.push(rank));
+    const more = found.length > MOST_RANKS ? `, and ${number(found.length - MOST_RANKS)} more pieces` : "";
+    return `rank ${found.slice(0, MOST_RANKS).join(", ")}${more}`;
   }
 
   segment(node) {

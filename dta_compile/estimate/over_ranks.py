@@ -1,0 +1,139 @@
+"""Predict a step of several ranks: a tree of its own on each (`balance`), against one tree over all of them.
+
+Both are planned with the same memory and priced at the same rates. What ranks of one tree exchange is added to its
+time, as if none of it was hidden behind computation; gathering and reducing parameters takes both equally long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from dta_compile.data import Recorded
+from dta_compile.estimate.devices import Device
+from dta_compile.estimate.predict import (
+    NUMBER,
+    SUM,
+    ModelShape,
+    Ranks,
+    cost_of,
+    footprint_of,
+    head_starts_of,
+    parts_of,
+    tree_of,
+)
+from dta_compile.options import Options
+from dta_compile.plan import Limits, Plan, PrefixTree, Schedule, balance, bytes_of_halves, make_plan, simulate
+from dta_compile.plan.cost import BUDGET_SHARE, BY_CHUNKS, BY_STAGES, chunk_sizes
+from dta_compile.plan.dealing import Dealing, deal_out, exchange_seconds
+from dta_compile.plan.plan import plan_one_tree
+
+
+@dataclasses.dataclass(frozen=True)
+class RanksStep:
+    """Predicted step of several ranks.
+
+    Attributes:
+        tokens: tokens that all ranks run, each counted once for a forward and a backward.
+        imbalance: seconds of the slowest rank over the mean.
+        seconds: seconds of the slowest rank, `exchange` included.
+        exchange: seconds of it that ranks wait for states of others.
+        received: most tokens whose states a rank receives in a forward of a layer.
+        peak_bytes: peak bytes of the rank that needs most, with its share of the model; 0: the model is not known.
+    """
+
+    tokens: int
+    imbalance: float
+    seconds: float
+    exchange: float = 0.0
+    received: int = 0
+    peak_bytes: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class OverRanks:
+    """Model, device and options of a step over ranks.
+
+    Attributes:
+        shape, device: None: rates and sizes are those of `known`.
+        known: limits of a model that is not known.
+        link: bytes a second that a rank receives from others.
+    """
+
+    ranks: Ranks
+    options: Options
+    link: float
+    shape: ModelShape | None = None
+    device: Device | None = None
+    known: Limits = dataclasses.field(default_factory=Limits)
+
+    def own_trees(self, sequences: Sequence[Recorded], mode: str = "transparent") -> RanksStep:
+        """Divide the sequences by `balance` (Algorithm 4, or better), and plan each rank's tree."""
+        options = dataclasses.replace(self.options, mesh=None)
+        groups = balance(tree_of(sequences), self.ranks.count, self._limits(PrefixTree.build([]), []).cost)
+        seconds, tokens, peak = [], 0, 0.0
+        for group in groups:
+            own = [sequences[i] for i in group]
+            tree = tree_of(own)
+            limits = self._limits(tree, own)
+            plan = make_plan(tree, options, mode=mode, limits=limits)
+            seconds.append(plan.estimates.seconds)
+            tokens += tree.num_rows
+            sweep = plan.schedule.sweep
+            parts, held = limits.parts_of(sweep), plan.simulation.peak_stack_tokens
+            halves = bytes_of_halves(plan.prefix_tree, plan.schedule, parts, held, plan.limits.head_starts)
+            peak = max(peak, max(halves) + self._held(sweep))
+        return RanksStep(tokens, _imbalance(seconds), max(seconds), peak_bytes=peak * (self.shape is not None))
+
+    def one_tree(self, sequences: Sequence[Recorded], rank: int, mode: str = "transparent") -> tuple[RanksStep, Plan]:
+        """Deal one tree out; return its step and the plan of a rank."""
+        tree = tree_of(sequences)
+        limits = self._limits(tree, sequences).of_sweep("stages")
+        dealing, kept = deal_out(tree, self.options, limits, mode, self.ranks.count)
+        seconds, peak = [], 0.0
+        slowest = max(range(dealing.ranks), key=lambda number: dealing.costs[number])
+        for number in range(dealing.ranks):
+            schedule = dealing.schedule(number, self.options, mode, len(limits.parts), kept)
+            seconds.append(limits.cost.estimate(simulate(tree, schedule, limits.head_starts)))
+            peak = max(peak, bytes_of_rank(dealing, number, schedule, limits) + self._held("stages"))
+        of_slowest = dealing.schedule(slowest, self.options, mode, len(limits.parts), kept)
+        exchange = exchange_seconds(dealing, of_slowest, limits, self.link)
+        figures = sum(dealing.tokens), _imbalance(seconds), max(seconds) + exchange, exchange, max(dealing.received)
+        plan = plan_one_tree(tree, self.options, limits, mode, rank, self.ranks.count, self.link)
+        return RanksStep(*figures, peak * (self.shape is not None)), plan
+
+    def _held(self, sweep: str) -> float:
+        return 0.0 if self.shape is None else self.ranks.held(self.shape) + self.ranks.gathered(self.shape, sweep)
+
+    def _limits(self, tree: PrefixTree, sequences: Sequence[Recorded]) -> Limits:
+        """Return the limits for a tree, with half of the device's free memory as budget if the user set none."""
+        if self.shape is None or self.device is None:
+            return self.known
+        parts, sums = parts_of(self.shape, self.ranks), self.shape.parameters * float(SUM)
+        footprint, asked = footprint_of(self.shape), self.options.memory_budget
+
+        def of_sweep(sweep: str, sums: float, graph_token: float, most: int) -> tuple[int, tuple[int, ...]]:
+            assert self.device is not None
+            free = int(max(self.device.memory - self._held(sweep) - sums, 0) * BUDGET_SHARE)
+            budget = free if asked is None else asked
+            return budget, chunk_sizes(budget or math.inf, graph_token, most)
+
+        of_layers = max(part.sums for part in parts), parts[0].footprint.graph_token, BY_STAGES
+        budget, sizes = of_sweep("chunks", sums, footprint.graph_token, BY_CHUNKS)
+        cost, heads = cost_of(self.shape, self.device), head_starts_of(tree, sequences)
+        by_stages = of_sweep("stages", *of_layers)
+        return Limits(budget, footprint, cost, heads, sizes, sums, parts, asked is not None, by_stages)
+
+
+def bytes_of_rank(dealing: Dealing, rank: int, schedule: Schedule, limits: Limits) -> float:
+    """Return the peak bytes of a rank of one tree, besides its share of the model."""
+    share, held = dealing.tokens[rank] / max(dealing.tree.num_rows, 1), dealing.held[rank]
+    parts = [part._replace(sent=part.sent * share) for part in limits.parts]
+    first, second = bytes_of_halves(dealing.tree, schedule, parts, held, limits.head_starts)
+    # Gradients of states are float32 sums, wider than the states that `bytes_of_halves` counts for them.
+    return max(first, second + held * max(part.footprint.kv_token for part in parts) * (SUM / NUMBER - 1))
+
+
+def _imbalance(seconds: Sequence[float]) -> float:
+    return max(seconds) * len(seconds) / sum(seconds) if any(seconds) else 1.0

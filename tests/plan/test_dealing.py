@@ -1,0 +1,183 @@
+"""One tree over ranks: pieces divide its rows evenly, read what earlier ones compute, and are scheduled in step."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dta_compile.errors import OptionError, PlanError, ScheduleError
+from dta_compile.options import Options
+from dta_compile.plan import Footprint, Limits, PartBytes, PrefixTree, Schedule, plan, verify
+from dta_compile.plan.dealing import Dealing, deal_out, exchange_seconds
+from tests.support.pages import read_page
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 1), max_size=14), max_size=9)
+RATES = st.sampled_from([(1.0, 0.0), (1.0, 0.3), (0.0, 1.0)])
+AGENT = [[1] * 40 + [2] * 30, [1] * 40 + [2] * 30 + [3] * 9, [1] * 40 + [4] * 17, [1] * 40 + [4] * 17, [], [5]]
+
+
+def dealt(sequences, ranks, most, rates=(1.0, 0.0), units=None):
+    dealing = Dealing.of(PrefixTree.build(sequences, units=units), ranks, most, rates)
+    dealing.check()
+    return dealing
+
+
+def costs_of(dealing, rates):
+    total = np.cumsum(np.concatenate([[0.0], rates[0] + rates[1] * (dealing.tree.depths() + 1.0)]))
+    return np.diff(total[dealing.bounds]), float(np.diff(total).max(initial=0))
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEQUENCES, st.integers(1, 6), st.sampled_from([1, 3, 100]), RATES)
+def test_pieces_divide_the_rows_evenly(sequences, ranks, most, rates):
+    dealing = dealt(sequences, ranks, most, rates)
+    tree = dealing.tree
+    rows = np.concatenate([dealing.rows(rank) for rank in range(ranks)])
+    assert sorted(rows.tolist()) == list(range(tree.num_rows))
+    assert sum(dealing.tokens) == tree.num_rows
+    pieces, longest = costs_of(dealing, rates)
+    assert pieces.max() - pieces.min() <= 2 * longest + 1e-9, "a piece ends at the token nearest to an equal share"
+    assert max(dealing.costs) - min(dealing.costs) <= dealing.rounds * 2 * longest + 1e-9
+    assert dealing.rounds == 1 or np.diff(dealing.bounds).min() > 0, "every rank takes part in every round"
+
+
+@settings(max_examples=50, deadline=None)
+@given(SEQUENCES, st.integers(1, 5), st.sampled_from([1, 3, 100]))
+def test_a_piece_reads_one_path_of_earlier_pieces(sequences, ranks, most):
+    dealing = dealt(sequences, ranks, most)
+    parents = np.arange(-1, dealing.tree.num_rows - 1)
+    ends = dealing.tree.row + dealing.tree.stop - dealing.tree.start - 1
+    parents[dealing.tree.row] = np.where(dealing.tree.parent < 0, -1, ends[dealing.tree.parent])
+    traffic = np.zeros_like(dealing.traffic)
+    for number, rank in np.ndindex(dealing.rounds, ranks):
+        (start, stop), above = dealing.piece(rank, number), dealing.above(rank, number)
+        needed = set()
+        for row in range(start, stop):
+            while (row := int(parents[row])) >= 0:
+                needed.add(row)
+        assert needed - set(range(start, stop)) == set(above.tolist())
+        owners = dealing.owners(above)
+        assert (owners < number * ranks + rank).all()
+        for source in owners % ranks:
+            traffic[number, rank, source] += source != rank
+    assert (dealing.traffic == traffic).all()
+    assert dealing.received == traffic.sum((0, 2)).tolist()
+
+
+def test_units_are_never_cut():
+    units = [np.array([[2, 7], [9, 12]])] * 2
+    for ranks, most in ((2, 3), (3, 100), (9, 1)):
+        dealing = dealt([[1] * 12, [1] * 12 + [2, 3]], ranks, most, units=units)
+        assert not {3, 4, 5, 6, 10, 11} & set(dealing.bounds.tolist())
+    with pytest.raises(PlanError, match="cuts tokens"):
+        dataclasses.replace(dealing, bounds=np.array([0, 4, *[14] * 8])).check()
+
+
+def test_bounds_that_do_not_divide_a_tree_are_named():
+    dealing = dealt(AGENT, 3, 100)
+    for bounds in ([0, 5, 3, dealing.tree.num_rows], [0, 5, 9, 10], [1, 5, 9, dealing.tree.num_rows]):
+        with pytest.raises(PlanError, match="do not divide"):
+            dataclasses.replace(dealing, bounds=np.array(bounds)).check()
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEQUENCES, st.integers(1, 5), st.integers(1, 12), st.sampled_from([None, 0, 30]), st.booleans())
+def test_schedules_parse_back_and_ranks_are_in_step(sequences, ranks, chunk_size, budget, scores):
+    mode = "score" if scores else "transparent"
+    known = {"chunk_size": chunk_size, "memory_budget": budget, "bytes_per_token": 2.0, "mode": mode}
+    plans = [plan(sequences, ranks=ranks, rank=rank, **known) for rank in range(ranks)]
+    for of_rank in plans:
+        schedule, dealing = of_rank.schedule, of_rank.dealing
+        assert Schedule.parse(str(schedule)) == schedule
+        verify(of_rank.prefix_tree, schedule, dealing=dealing, rank=of_rank.rank)
+        assert of_rank.stats.tree_tokens == sum(dealing.tokens)
+        assert of_rank.simulation.forward.tokens >= dealing.tokens[of_rank.rank]
+    steps = {tuple(type(op) for op in of_rank.schedule.ops) for of_rank in plans if of_rank.schedule.chunks}
+    assert len(steps) <= 1, "ranks with pieces run the same kinds of ops"
+
+
+RULES = {
+    "runs the pieces of rank 1": lambda lines: lines[:1] + lines[2:],
+    "not kept on a stack": lambda lines: [*lines, "restore  s0[0:1]"],
+    "after the attach of all": lambda lines: [line.replace("s0..s5", "s0..s4") for line in lines],
+    "every token is backpropagated": lambda lines: lines[:4],
+    "no graph is live": lambda lines: lines[:-1],
+    "keeps its graph, or nothing": lambda lines: [line.replace(" out", " out results") for line in lines],
+    "states of earlier rounds": lambda lines: lines[:4] + lines[5:],
+    "gradients that later rounds have": lambda lines: [*lines[:5], lines[7], lines[8], lines[5], lines[6]],
+    "chunks of the first": lambda lines: [*lines, "forward  s0[0:1]"],
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_schedule_that_breaks_a_rule_is_named(rule):
+    made = plan(AGENT, ranks=2, rank=1, chunk_size=30, memory_budget=0)
+    lines = str(made.schedule).splitlines()
+    kinds = " ".join(line.split()[0] for line in lines[1:])
+    assert kinds == "anchor anchor attach anchor forward backward forward backward"
+    with pytest.raises(ScheduleError, match=rule):
+        verify(made.prefix_tree, Schedule.parse("\n".join(RULES[rule](lines))), dealing=made.dealing, rank=1)
+
+
+def test_what_a_plan_over_ranks_says(tmp_path):
+    made = plan(AGENT, ranks=3, rank=1, chunk_size=20, kv_bytes_per_token=8)
+    dealing, tokens = made.dealing, made.stats.tree_tokens
+    assert f"{tokens} tokens run in all = tokens of the tree; 3 ranks in 2 rounds" in str(made).replace("\n", " ")
+    known = made.scalars()
+    assert (known["dta/ranks"], known["dta/rank_tokens"]) == (3, dealing.tokens[1])
+    assert known["dta/rank_imbalance"] == pytest.approx(1, abs=0.1)
+    made.to_html(tmp_path / "page.html")
+    page = read_page(tmp_path / "page.html")
+    of_rows = np.repeat(page.columns["rankValue"], np.diff(page.columns["rankStart"], append=tokens))
+    assert (of_rows == dealing.owners(np.arange(tokens)) % 3).all()
+    assert page.facts["ranks"] == {"count": 3, "own": 1, "rounds": 2}
+    assert page.columns["forwardsValue"].tolist() == [1], "every token is run once, by one of the ranks"
+    made.to_chrome_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [event["args"]["round"] for event in events if "round" in event.get("args", {})] == [0, 1, 1, 0]
+    assert any(event.get("args", {}).get("name", "").startswith("rank 1: ") for event in events)
+
+
+def test_costs_count_attention_and_head_rows():
+    path, options = PrefixTree.build([list(range(4000))]), Options(chunk_size=4000)
+    of_all = Limits(head_starts=np.arange(4001))
+    of_second_half = Limits(head_starts=np.maximum(np.arange(4001) - 2000, 0))
+    by_attention, by_heads = (deal_out(path, options, known, "score", 2)[0] for known in (of_all, of_second_half))
+    assert max(by_attention.imbalance, by_heads.imbalance) < 1.001
+    assert 2000 < by_attention.tokens[0] < by_heads.tokens[0]
+
+
+def test_exchange_is_priced_by_bytes_and_messages():
+    """A path of 100 tokens on two ranks: the second reads the first one's tokens in a forward, and sends gradients."""
+    parts = (PartBytes(Footprint(kv_token=5.0)),) * 2
+    limits = Limits(0, Footprint(kv_token=10.0), parts=parts)
+    tree = PrefixTree.build([list(range(100))])
+    dealing, _ = deal_out(tree, Options(chunk_size=100), limits, "transparent", 2)
+    read = dealing.received[1]
+    assert (read, dealing.traffic.tolist()) == (dealing.tokens[0], [[[0, 0], [read, 0]]])
+    schedule = dealing.schedule(1, Options(), "transparent", 2, 2)
+    seconds = exchange_seconds(dealing, schedule, limits, link=1e3, latency=1.0)
+    assert seconds == pytest.approx((1 + 2) * read * 10 / 1e3 + 2 * 2 * 1.0)
+    again = dealing.schedule(1, Options(), "transparent", 2, 0)  # both parts go forward twice
+    more = exchange_seconds(dealing, again, limits, link=1e3, latency=1.0)
+    assert more == pytest.approx((2 + 2) * read * 10 / 1e3 + 3 * 2 * 1.0)
+    states = dataclasses.replace(limits, footprint=Footprint(kv_token=10.0, state=1.0))
+    assert exchange_seconds(dealing, schedule, states, link=1e3, latency=1.0) > seconds, "recurrences run in turn"
+
+
+@pytest.mark.parametrize(
+    ("error", "given"),
+    [
+        (PlanError, {"ranks": 0}),
+        (PlanError, {"ranks": 2, "rank": 2}),
+        (PlanError, {"ranks": 2, "mode": "streaming"}),
+        (OptionError, {"ranks": 2, "strategy": "dfs"}),
+        (OptionError, {"ranks": 2, "sweep": "chunks"}),
+    ],
+)
+def test_what_does_not_fit_one_tree_is_refused(error, given):
+    with pytest.raises(error):
+        plan(AGENT, **given)

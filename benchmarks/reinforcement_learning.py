@@ -33,9 +33,9 @@ import transformers
 from rich.console import Console
 
 from benchmarks import rl_page
-from benchmarks.model import flops
+from benchmarks.batches.model import flops
+from benchmarks.batches.trees import count_sequences, ideal_speedup
 from benchmarks.streaming import simulate
-from benchmarks.trees import count_sequences, ideal_speedup
 from dta_compile.cli.split import System, sweep
 from dta_compile.plan import PrefixTree
 from examples.async_grpo import warmup

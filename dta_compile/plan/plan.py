@@ -9,14 +9,13 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
-from typing import Any
+from typing import Any, ClassVar
 
 from dta_compile.errors import OptionError
 from dta_compile.files import write_output
 from dta_compile.options import MOST_BYTES, Options
 from dta_compile.plan.cost import Limits, choose_lazily
 from dta_compile.plan.peak_memory import Footprint
-from dta_compile.plan.picture import Known, picture
 from dta_compile.plan.schedule import Schedule
 from dta_compile.plan.simulate import Simulation, causal_pairs, simulate
 from dta_compile.plan.summary import Estimates, Stats, scalars, summarize
@@ -25,7 +24,7 @@ from dta_compile.plan.tree.lexicographic import each
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.plan.tree.split_prefixes import Images, SplitPrefixes, with_keys
 from dta_compile.plan.verify import check
-from dta_compile.views.traces.chrome import Process, as_chrome_trace
+from dta_compile.trace_files import Process, as_chrome_trace
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -57,6 +56,8 @@ class Plan:
     limits: Limits = dataclasses.field(default_factory=Limits)
     sequences: Sequence[Any] | None = None
     images: Images | None = None
+    # Draws the page of `to_html`: `views.picture.picture`, lent by `dta_compile/__init__.py`, as views know plans.
+    picture: ClassVar[Callable[..., str]]
 
     @cached_property
     def reason(self) -> str:
@@ -146,10 +147,8 @@ class Plan:
         """
         ids = self.sequences if sequences is None else sequences
         pictures = Images.of(images) if images else self.images
-        known = Known(ids, tokenizer, rewards, loss_masks, names, pictures, thumbnails, losses, device)
-        facts = {"summary": str(self), "stats": dataclasses.asdict(self.stats), "shared": self.prefix_tree.shared}
-        text = picture(self.prefix_tree, self.schedule, self.limits, facts, known, title)
-        write_output(path, text)
+        known = ids, tokenizer, rewards, loss_masks, names, pictures, thumbnails, losses, device
+        write_output(path, self.picture(title, *known))
 
     def scalars(self) -> dict[str, float]:
         """Return the figures as numbers by flat names such as `dta/compression`, for TensorBoard, wandb and the like.

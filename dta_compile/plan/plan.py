@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 from dta_compile.errors import OptionError
 from dta_compile.files import write_output
 from dta_compile.options import MOST_BYTES, Options
-from dta_compile.plan.cost import Limits, choose_lazily
+from dta_compile.plan.choice import choose_lazily
+from dta_compile.plan.cost import Limits
 from dta_compile.plan.peak_memory import Footprint
 from dta_compile.plan.schedule import Schedule
 from dta_compile.plan.simulate import Simulation, causal_pairs, simulate

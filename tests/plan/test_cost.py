@@ -36,7 +36,6 @@ def choose(*arguments):
     return best.tree, best.schedule, reason()
 
 
-
 def test_cost_is_linear_in_the_work():
     assert Rates(1e4, 1e3, 100, 10, 1).seconds(Work(5, 4, 3, 2, 1)) == 54_321
     cost = CostModel(forward=Rates(0, 0, 1, 0, 0), backward=Rates(3, 0, 0, 0, 0), restore=0.5)

@@ -29,7 +29,8 @@ from dta_compile.passes.masks.mixers import mixers
 from dta_compile.passes.program import Program
 from dta_compile.proofs.terms import Evaluation
 from dta_compile.runtime.calls.call import Sizes
-from dta_compile.runtime.calls.masks import ReadMasks, number_of_call, read_masks
+from dta_compile.runtime.calls.mask_values import number_of_call
+from dta_compile.runtime.calls.masks import ReadMasks, read_masks
 
 
 @dataclasses.dataclass

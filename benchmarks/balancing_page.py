@@ -13,8 +13,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.balancing import Outcome, Result
-from benchmarks.balancing_plots import draw
+from benchmarks.balancing.compare import Outcome, Result
+from benchmarks.balancing.plots import draw
 from benchmarks.report import table
 
 OURS, TOKENS, PAPER = "dta, cost model", "dta", "Algorithm 4"

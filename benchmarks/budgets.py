@@ -22,14 +22,14 @@ from rich.console import Console
 from rich.table import Table
 
 import dta_compile
-from benchmarks.baselines import checkpoint, sparse_checkpoint
-from benchmarks.measure import Runner
-from benchmarks.memory import peak_growth
-from benchmarks.model import build_model, gradient_difference, gradients
-from benchmarks.ours import compile_logprobs, replan
-from benchmarks.steps import Step, rectangle_of
-from benchmarks.trees import build
-from benchmarks.workloads import VOCABULARY, Workload, catalogue
+from benchmarks.batches.model import build_model, gradient_difference, gradients
+from benchmarks.batches.trees import build
+from benchmarks.batches.workloads import VOCABULARY, Workload, catalogue
+from benchmarks.measuring.measure import Runner
+from benchmarks.measuring.memory import peak_growth
+from benchmarks.methods.baselines import checkpoint, sparse_checkpoint
+from benchmarks.methods.ours import compile_logprobs, replan
+from benchmarks.methods.steps import Step, rectangle_of
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # fractions of the activations that are saved
 ALL = 2**50

@@ -32,13 +32,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.baselines import dense, dense_recurrences
-from benchmarks.compiled_dense import compiled_dense, compiled_packed, compiled_padded
-from benchmarks.measure import Runner
-from benchmarks.model import MODELS, flops, gradient_difference, gradients
-from benchmarks.ours import compiled
-from benchmarks.trees import TREES, ideal_speedup
-from benchmarks.workloads import Workload, catalogue
+from benchmarks.batches.model import MODELS, flops, gradient_difference, gradients
+from benchmarks.batches.trees import TREES, ideal_speedup
+from benchmarks.batches.workloads import Workload, catalogue
+from benchmarks.measuring.measure import Runner
+from benchmarks.methods.baselines import dense, dense_recurrences
+from benchmarks.methods.compiled_dense import compiled_dense, compiled_packed, compiled_padded
+from benchmarks.methods.ours import compiled
 
 FLOORS = {"short": 3.0, "mid": 1.5, "none": 0.75}
 EXPERTS = ("grouped_mm", "eager")  # "batched_mm" copies the weights per token: gigabytes, and minutes

@@ -18,10 +18,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu_models import PEAK_FLOPS, config_of, operations
-from benchmarks.plots import bars, kilotokens, save
+from benchmarks.gpu.models import PEAK_FLOPS, config_of, operations
+from benchmarks.measuring.plots import bars, kilotokens, save
+from benchmarks.measuring.results import Report, Result
 from benchmarks.report import headline
-from benchmarks.results import Report, Result
 
 GIB = 2**30
 VERDICTS = {True: "pass", False: "FAIL", None: "unknown"}

@@ -37,8 +37,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import dta_compile
-from benchmarks.model import flops
-from benchmarks.ours import compile_logprobs
+from benchmarks.batches.model import flops
+from benchmarks.methods.ours import compile_logprobs
 from dta_compile.executable.pieces import Piece
 from dta_compile.plan.summary import MeasuredRun
 from dta_compile.runtime.attention import layer

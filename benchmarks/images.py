@@ -18,7 +18,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import dta_compile
-from benchmarks.memory import growth, peak_memory_is_available
+from benchmarks.measuring.memory import growth, peak_memory_is_available
 from examples.screens_grpo import (
     ASSISTANT,
     END,

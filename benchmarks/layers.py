@@ -30,12 +30,12 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import dta_compile
-from benchmarks.allocations import allocated_at_the_peak, counting
-from benchmarks.baselines import checkpoint, sparse_checkpoint
-from benchmarks.ours import compile_logprobs
-from benchmarks.steps import Step, rectangle_of
-from benchmarks.trees import build
-from benchmarks.workloads import Workload
+from benchmarks.batches.trees import build
+from benchmarks.batches.workloads import Workload
+from benchmarks.measuring.allocations import allocated_at_the_peak, counting
+from benchmarks.methods.baselines import checkpoint, sparse_checkpoint
+from benchmarks.methods.ours import compile_logprobs
+from benchmarks.methods.steps import Step, rectangle_of
 
 SHAPE = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
 VOCABULARY = 2048

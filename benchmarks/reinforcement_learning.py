@@ -33,10 +33,10 @@ import transformers
 from rich.console import Console
 
 from benchmarks import rl_page
-from benchmarks.model import flops
+from benchmarks.batches.model import flops
+from benchmarks.batches.trees import count_sequences, ideal_speedup
 from benchmarks.streaming import simulate
-from benchmarks.trees import count_sequences, ideal_speedup
-from dta_compile.cli.split import System, sweep
+from dta_compile.cli.split import System, best, sweep
 from dta_compile.plan import PrefixTree
 from examples.async_grpo import warmup
 from examples.async_grpo.engine import ProcessEngine
@@ -186,10 +186,10 @@ def balances(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         train = sum(update["tokens"] for update in updates) / sum(update["time/update"] for update in updates)
         roll = sum(run["rollout"]["tokens"] for run in mine) / sum(run["rollout"]["seconds"] for run in mine)
         measured = sum(update["tokens"] for update in updates) / sum(run["updates"][-1]["seconds"] for run in mine)
-        system = System(way, {1: train}, {1: roll})
-        here, best = sweep(system, 2).cells[0], sweep(system, GPUS).best
+        system = System({1: train}, {1: roll})
+        here, top = sweep(system, 2)[0], best(sweep(system, GPUS))
         figures[way] = {"train": train, "roll": roll, "predicted": here.throughput, "limit": here.limit}
-        figures[way] |= {"measured": measured, "best_split": best.split, "best_throughput": best.throughput}
+        figures[way] |= {"measured": measured, "best_split": top.split, "best_throughput": top.throughput}
     return figures
 
 

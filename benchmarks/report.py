@@ -15,8 +15,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.plots import draw
-from benchmarks.results import Report, Result
+from benchmarks.measuring.plots import draw
+from benchmarks.measuring.results import Report, Result
 
 COLUMNS = ("method", "seconds", "tokens/s", "speed-up", "efficiency", "memory", "diff.", "how")
 

@@ -21,13 +21,13 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from benchmarks.measure import Settings, measure
-from benchmarks.memory import peak_memory_is_available
-from benchmarks.methods import METHODS
-from benchmarks.plots import SWEEP_COLORS, draw
+from benchmarks.batches.workloads import ROLLOUT_FILES, Entry, catalogue
+from benchmarks.measuring.measure import Settings, measure
+from benchmarks.measuring.memory import peak_memory_is_available
+from benchmarks.measuring.plots import SWEEP_COLORS, draw
+from benchmarks.measuring.results import Report, machine_facts
+from benchmarks.methods.table import METHODS
 from benchmarks.report import show
-from benchmarks.results import Report, machine_facts
-from benchmarks.workloads import ROLLOUT_FILES, Entry, catalogue
 
 QUICK_WORKLOADS = ("short", "mid", "none", "fan", "airline_tiny")
 QUICK_METHODS = ("dense", "padded", "varlen", "leaves", "sparse", "dfs", "packed", "auto")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dta_compile import errors, registration
 from dta_compile.plan import Plan, Schedule, balance, plan
 from dta_compile.rollouts import RolloutTree
+from dta_compile.views.picture import picture
 
 if TYPE_CHECKING:
     from dta_compile.api import explain, last_plan, streaming_step
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 registration.register()
+Plan.picture = picture
 
 __all__ = [
     "DTACallback",

@@ -118,6 +118,19 @@ def test_the_runtime_knows_nothing_of_compiling():
         assert not {one for one in imported if one.split(".")[0] in unknown}, folder
 
 
+TOOLS = {"cli", "data", "divergence", "estimate", "views"}
+
+
+def test_nothing_imports_a_tool_but_tools():
+    """Nor what runs the command line, and the list of public names, which lends plans their page."""
+    inside = {name for name in HOUSE.files if TOOLS & set(name.split(".")[1:2])}
+    assert len(inside) > 20
+    assert {name for name in HOUSE.files.keys() - inside if HOUSE.needs[name] & inside} == {
+        "dta_compile",
+        "dta_compile.__main__",
+    }
+
+
 def test_plans_and_rollouts_need_no_torch():
     found = HOUSE.reached("plan", "rollouts")
     assert len(found) > 20
@@ -161,7 +174,8 @@ def test_private_parts_of_torch_stand_in_one_place():
 
 
 def test_folders_can_be_taken_in_at_one_look():
-    sizes = collections.Counter(path.parent for path in HOUSE.files.values())
+    paths = [*HOUSE.files.values(), *(ROOT / "benchmarks").rglob("*.py")]
+    sizes = collections.Counter(path.parent for path in paths)
     assert not {str(folder): size for folder, size in sizes.items() if size > MOST_FILES}
 
 

@@ -367,14 +367,6 @@ for _name, _module in list(sys.modules.items()):
 registration.when_any_loaded(PACKAGES, _substitute_functions)
 
 
-def dilated_convolution(
-    value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dilation: int
-) -> torch.Tensor:
-    """Convolve `value` `[B, C, S]` with `weight` `[C, 1, k]`, entries `dilation` tokens apart: zeros between."""
-    reach = (weight.shape[2] - 1) * dilation
-    return causal_convolution(value, F.pad(weight[..., None], (0, dilation - 1)).flatten(2)[..., : reach + 1], bias)
-
-
 PADS = (F.pad, functions_of_nn.pad)
 ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
@@ -400,13 +392,13 @@ def _convolved(node: fx.Node) -> dict[str, Any] | None:
     if not all(isinstance(operand, fx.Node) and "example_value" in operand.meta for operand in (value, weight)):
         return None
     shape, (channels, per_group, width) = _sizes(value), weight.meta["example_value"].shape
-    is_plain, reach = _unwrapped(args.get("stride", 1)) == 1, (width - 1) * _unwrapped(args.get("dilation", 1))
+    is_plain = all(_unwrapped(args.get(name, 1)) == 1 for name in ("stride", "dilation"))
     if not is_plain or per_group != 1 or len(shape) != 3 or args.get("groups", 1) != channels or shape[1] != channels:
         return None
     padding = _unwrapped(args.get("padding", 0))
-    if padding == reach and width > 1:
+    if padding == width - 1 > 0:
         return args if node.users and all(_is_first_part(user, node, shape[2]) for user in node.users) else None
-    if padding == 0 and (source := _padded_before(value, reach)) is not None:
+    if padding == 0 and (source := _padded_before(value, width - 1)) is not None:
         return {**args, "input": source}
     return None
 
@@ -457,11 +449,7 @@ def _is_all(node: fx.Node) -> bool:
 def _replace(node: fx.Node, args: dict[str, Any]) -> None:
     users = list(node.users) if _unwrapped(args.get("padding", 0)) else [node]
     with node.graph.inserting_after(node):
-        operands = args["input"], args["weight"], args.get("bias")
-        if (dilation := _unwrapped(args.get("dilation", 1))) == 1:
-            ours = node.graph.call_function(causal_convolution, operands)
-        else:
-            ours = node.graph.call_function(dilated_convolution, (*operands, dilation))
+        ours = node.graph.call_function(causal_convolution, (args["input"], args["weight"], args.get("bias")))
     ours.meta = {**node.meta, "example_value": users[0].meta["example_value"]}
     for user in users:
         user.replace_all_uses_with(ours)

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from dta_compile.cli.arguments import visible, whole, write
+from dta_compile.cli.arguments import whole, write
 from dta_compile.errors import OptionError
 
 MOST_GPUS = 16_384  # limits the printed table, which has one row per split
@@ -30,10 +29,9 @@ Split = tuple[int, int]  # (rollout GPUs, training GPUs), written 5/3
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """Measured throughputs of one system, all in one unit, such as tokens per second.
+    """Measured throughputs, all in one unit, such as tokens per second.
 
     Attributes:
-        name: label in the output.
         train, roll: throughput of training and of rollout alone, by number of GPUs; `{1: 40.3}` is the figure per GPU.
         measured: throughput of the whole pipeline, by split.
 
@@ -41,7 +39,6 @@ class System:
         OptionError: a number of GPUs is below 1, or a throughput is not positive and finite.
     """
 
-    name: str
     train: Mapping[int, float] = dataclasses.field(default_factory=dict)
     roll: Mapping[int, float] = dataclasses.field(default_factory=dict)
     measured: Mapping[Split, float] = dataclasses.field(default_factory=dict)
@@ -50,8 +47,7 @@ class System:
         sides = (("training", self.train), ("rollout", self.roll))
         figures = [(f"{side} on {gpus} GPUs", gpus, value) for side, points in sides for gpus, value in points.items()]
         figures += [(f"split {split[0]}/{split[1]}", min(split), value) for split, value in self.measured.items()]
-        for what, gpus, throughput in figures:
-            where = f"{self.name}, {what}"
+        for where, gpus, throughput in figures:
             if not 1 <= gpus <= MOST_GPUS:
                 expected = f"1 or more of each side, at most {MOST_GPUS}"
                 raise OptionError("bad number of GPUs", where=where, expected=expected)
@@ -90,7 +86,7 @@ def sweep(system: System, gpus: int) -> list[Cell]:
     """
     for split in system.measured:
         if sum(split) != gpus:
-            where = f"{system.name}, split {split[0]}/{split[1]}"
+            where = f"split {split[0]}/{split[1]}"
             raise OptionError("a measured split is of another size", where=where, expected=f"{gpus} GPUs in all")
     sides = _sides(system)
     cells = []
@@ -132,7 +128,7 @@ def _sides(system: System) -> tuple[dict[int, float], dict[int, float]]:
     for side, points in (("rollout", roll), ("training", train)):
         if not points:
             hint = f"give the throughput of {side} on one GPU, or of splits that are limited by it"
-            raise OptionError(f"no throughput of {side} is known", where=system.name, hint=hint)
+            raise OptionError(f"no throughput of {side} is known", hint=hint)
     if measured:  # the fastest split is limited by the side that is slower by all other figures
         if capacity(roll, peak[0]) < capacity(train, peak[1]):
             roll.setdefault(peak[0], measured[peak])
@@ -147,96 +143,54 @@ def _sides(system: System) -> tuple[dict[int, float], dict[int, float]]:
 
 def add_split(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `dta split`."""
-    parser.set_defaults(run=_run, systems=[])
+    parser.set_defaults(run=_run)
     parser.description = (
         "The split of GPUs between rollout and training that makes an asynchronous pipeline fastest: the throughput "
         "of the slower side, by figures of each side alone, refined by whatever else has been measured."
     )
-    parser.epilog = (
-        "Example: dta split --gpus 8 --system tree --train 40.3 --roll 41.1 2=56.8 --measured 5/3=66.7 "
-        "--system dense --train 13.5 --roll 40.8"
-    )
+    parser.epilog = "Example: dta split --gpus 8 --train 40.3 --roll 41.1 2=56.8 --measured 5/3=66.7"
     parser.add_argument("--gpus", type=whole(2, MOST_GPUS), metavar="N", required=True, help="to divide")
-    parser.add_argument("--unit", default="tokens/s", help="of all throughputs (default: tokens/s)")
-    figures = parser.add_argument_group("figures", "of the system that was named last")
-    figures.add_argument("--system", action=_Figures, metavar="NAME", help="the figures that follow are its own")
+    many: dict[str, Any] = {"nargs": "+", "default": []}
     for side in ("train", "roll"):
         text = f"throughput of {'training' if side == 'train' else 'rollout'} alone: per GPU, or of COUNT GPUs together"
-        figures.add_argument(f"--{side}", action=_Figures, nargs="+", metavar="[COUNT=]X", help=text)
+        parser.add_argument(f"--{side}", type=figure, metavar="[COUNT=]X", help=text, **many)
     text = "throughput of the whole pipeline with this many rollout and training GPUs, such as 5/3=66.7"
-    figures.add_argument("--measured", action=_Figures, nargs="+", metavar="ROLL/TRAIN=X", help=text)
+    parser.add_argument("--measured", type=split_figure, metavar="ROLL/TRAIN=X", help=text, **many)
     parser.add_argument("--json", metavar="OUT", help="write the result as JSON to OUT (- for stdout), print nothing")
 
 
-class _Figures(argparse.Action):
-    """Action that begins a system, or adds figures to the latest one (an unnamed one if there is none)."""
+def figure(text: str) -> tuple[int, float]:
+    count, _, throughput = text.rpartition("=")
+    return int(count or 1), float(throughput)
 
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        if self.dest == "system" or not namespace.systems:
-            namespace.systems = [*namespace.systems, (values if self.dest == "system" else "system", {})]
-        if self.dest != "system":
-            namespace.systems[-1][1].setdefault(self.dest, []).extend(values)
+
+def split_figure(text: str) -> tuple[Split, float]:
+    split, _, throughput = text.rpartition("=")
+    roll_gpus, train_gpus = map(int, split.split("/"))
+    return (roll_gpus, train_gpus), float(throughput)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    systems = [_system(name, figures) for name, figures in arguments.systems]
-    if not systems:
-        raise OptionError("no figures", expected="--train and --roll", hint="dta split --help has an example")
-    names = [system.name for system in systems]
-    if len(set(names)) < len(names):
-        raise OptionError("two systems have one name", expected="distinct names", got=", ".join(names))
-    sweeps = {system.name: sweep(system, arguments.gpus) for system in systems}
+    cells = sweep(System(*(_by_gpus(arguments, name) for name in ("train", "roll", "measured"))), arguments.gpus)
+    top = best(cells)
     if arguments.json:
-        result = {
-            name: {"best": best(cells)._asdict(), "sweep": [cell._asdict() for cell in cells]}
-            for name, cells in sweeps.items()
-        }
-        fields = {"gpus": arguments.gpus, "unit": arguments.unit, "systems": result}
+        fields = {"gpus": arguments.gpus, "best": top._asdict(), "sweep": [cell._asdict() for cell in cells]}
         write(arguments.json, json.dumps(fields, indent=1) + "\n")
-    else:
-        _print(sweeps, arguments.gpus, arguments.unit)
+        return 0
+    table = Table("rollout/training", title=f"{arguments.gpus} GPUs", title_justify="left", box=None, pad_edge=False)
+    table.add_column("throughput", justify="right")
+    table.add_column("limited by")
+    for cell in cells:
+        text = f"{cell.throughput:,.4g} {'m' if cell.measured else ' '}"
+        table.add_row(cell.split, f"[bold]{text}*[/bold]" if cell is top else f"{text} ", cell.limit)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print("\n* the best; m measured", style="dim")
     return 0
 
 
-def _system(name: str, figures: dict[str, list[str]]) -> System:
-    def of(key: str) -> dict[Any, float]:
-        throughputs: dict[Any, float] = {}
-        for figure in figures.get(key, []):
-            count, _, throughput = figure.rpartition("=")
-            try:
-                gpus: Any = tuple(map(int, count.split("/"))) if key == "measured" else int(count or 1)
-                value = float(throughput)
-                if key == "measured":
-                    _, _ = gpus
-            except ValueError as error:
-                expected = "ROLL/TRAIN=X, such as 5/3=66.7" if key == "measured" else "X, or COUNT=X, such as 2=49.4"
-                raise OptionError("bad figure", where=f"{name}, {key}", expected=expected, got=repr(figure)) from error
-            if gpus in throughputs:
-                raise OptionError("two figures for the same GPUs", where=f"{name}, {key}", got=repr(figure))
-            throughputs[gpus] = value
-        return throughputs
-
-    return System(name, of("train"), of("roll"), of("measured"))
-
-
-def _print(sweeps: dict[str, list[Cell]], gpus: int, unit: str) -> None:
-    table = Table(title=escape(visible(f"{gpus} GPUs, {unit}")), title_justify="left", box=None, pad_edge=False)
-    table.add_column("rollout/training")
-    for name in sweeps:
-        table.add_column(escape(visible(name)), justify="right")
-        table.add_column("limited by")
-    fastest = {name: best(cells) for name, cells in sweeps.items()}
-    for row in zip(*sweeps.values(), strict=True):
-        texts: list[str] = []
-        for cell, top in zip(row, fastest.values(), strict=True):
-            text = f"{cell.throughput:,.4g} {'m' if cell.measured else ' '}"
-            texts += [f"[bold]{text}*[/bold]" if cell is top else f"{text} ", cell.limit]
-        table.add_row(row[0].split, *texts)
-    console = Console(highlight=False)
-    console.print(table)
-    console.print("\n* best of its column; m measured\n", style="dim")
-    slowest = min(top.throughput for top in fastest.values())
-    for name, top in fastest.items():
-        ratio = f", {top.throughput / slowest:.2f}x" if len(sweeps) > 1 else ""
-        text = f"{name}: best {top.split} with {top.throughput:,.4g} {unit}{ratio}"
-        console.print(visible(text), markup=False, soft_wrap=True)
+def _by_gpus(arguments: argparse.Namespace, name: str) -> dict[Any, float]:
+    figures: list[tuple[Any, float]] = getattr(arguments, name)
+    if len(dict(figures)) < len(figures):
+        raise OptionError("two figures for the same GPUs", where=f"--{name}", got=str(figures))
+    return dict(figures)

@@ -7,7 +7,7 @@ from os import PathLike
 from dta_compile.distributed.group import Group, GroupLike
 from dta_compile.files import write_output
 from dta_compile.plan import Plan
-from dta_compile.views.traces.chrome import as_chrome_trace
+from dta_compile.trace_files import as_chrome_trace
 
 
 def to_chrome_trace(plan: Plan, path: str | PathLike[str], group: GroupLike = None) -> None:

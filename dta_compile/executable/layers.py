@@ -10,6 +10,7 @@ import torch
 
 from dta_compile.executable.masks import MaskProgram
 from dta_compile.ops.mixer import Mixer
+from dta_compile.ops.scoring import UNSCALED, Scoring
 from dta_compile.proofs.terms import Leaf, Term
 
 
@@ -81,14 +82,14 @@ class AttentionLayer(MixerLayer):
     """One attention call: `q [B, Hq, S, D]`, `k [B, Hkv, S, D]`, `v [B, Hkv, S, Dv]`; causal if it has no mask.
 
     Attributes:
-        softcap: see `ops.attention.Masking`.
+        scoring: how its scores come from products.
         chooser: index of the layer that chose the keys it reads; None: it reads all that its mask allows.
         block: adjacent keys that are chosen together.
         forced: scores over "query" and "block" that replace those of the index, NaN elsewhere; None: there are none.
     """
 
     mask: MaskProgram | None
-    softcap: float = 0.0
+    scoring: Scoring = UNSCALED
     chooser: int | None = None
     block: int = 1
     forced: Term | None = None

@@ -38,7 +38,7 @@ class TreeAttention:
             and device == "cpu"
             and layer.dtype in kernel.DTYPES
             and layer.key_dim == layer.states[1].shape[3]
-            and not layer.softcap
+            and layer.scoring.is_linear
             and kernel.can_be_built()
         )
 

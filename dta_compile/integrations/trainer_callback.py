@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import TrainerCallback
 
-from dta_compile.data.prefix_keys import prefix_keys
 from dta_compile.errors import OptionError
 from dta_compile.plan import PrefixTree
 from dta_compile.rollouts import PrefixSampler
+from dta_compile.rollouts.prefix_keys import prefix_keys
 
 Arguments = TypeVar("Arguments", bound=Any)
 

@@ -24,6 +24,7 @@ from dta_compile.ops.causal_attention import call, segments_by_ends
 from dta_compile.ops.dense_attention import dense_mask
 from dta_compile.ops.dtypes import autocast
 from dta_compile.ops.library import REFUSED
+from dta_compile.ops.scoring import Scoring
 
 NAME = "dta"
 FUNCTION = 'attn_implementation="dta"'
@@ -209,7 +210,7 @@ def attention_forward(
     if causal and key.shape[2] > queries:  # a static cache that is still empty
         key, value = key[:, :, :queries], value[:, :, :queries]
     query, key, value = autocast(query, key, value)
-    masking = Masking(mask, causal, segments, window or 0, scale, float(softcap or 0))
+    masking = Masking(mask, causal, segments, window or 0, Scoring(scale, float(softcap or 0)))
     out = call(query, key, value, s_aux, masking)
     return out.transpose(1, 2).contiguous(), None
 

@@ -30,9 +30,9 @@ from dta_compile.ops.dense_attention import attend, attend_backward
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.library import LIBRARY
 from dta_compile.ops.mixer import BATCH, TOKENS, Mixer, Operand, register_mixer
+from dta_compile.ops.scoring import SCORING, Scoring
 
 OPERANDS = "Tensor query, Tensor key, Tensor value"
-SCORING = "float scale, float softcap"
 
 
 class Masking(NamedTuple):
@@ -43,26 +43,31 @@ class Masking(NamedTuple):
         is_causal: tokens attend to no later token.
         segments: `[B, S]` integers or bool: tokens attend only to tokens of their own number, and to none of number 0.
         window: number of tokens attended to, including the token itself; 0: unlimited.
-        scale: factor of the scores, positive.
-        softcap: scaled scores `s` become `softcap * tanh(s / softcap)`; 0: no soft cap.
+        scoring: how scores come from products.
     """
 
     mask: Any
     is_causal: Any
     segments: Any
     window: Any
-    scale: Any
-    softcap: Any
+    scoring: Scoring
 
     @classmethod
     def of(cls, mixer: Mixer, arguments: Sequence[Any]) -> Masking:
         """Return the masking among the arguments of a mixer's `call`."""
-        return cls(*arguments[len(mixer.operands) :][: len(cls._fields)])
+        own = arguments[len(mixer.operands) :]
+        mask, is_causal, segments, window = own[:4]
+        return cls(mask, is_causal, segments, window, Scoring(*own[4:][: len(Scoring._fields)]))
 
     @classmethod
-    def causal(cls, scale: Any, softcap: Any) -> Masking:
-        """Return the arguments of plain causal attention."""
-        return cls(None, True, None, 0, scale, softcap)
+    def causal(cls, scoring: Scoring) -> Masking:
+        """Return the masking of plain causal attention."""
+        return cls(None, True, None, 0, scoring)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Return it as arguments of an operator."""
+        return (*self[:4], *self.scoring)
 
 
 LIBRARY.define(
@@ -104,7 +109,7 @@ def _mixer(prefix: str, name: str, *further: Operand) -> Mixer:
                 *further,
             ),
             dims=(BATCH, "heads", TOKENS, "head_dim"),
-            constants=(count + 4, count + 5, *[count + 6] * has_stride),  # scale, soft cap and stride
+            constants=tuple(range(count + 4, count + 4 + len(Scoring._fields) + has_stride)),
         )
     )
 
@@ -149,7 +154,7 @@ def _attend(mixer: Mixer, arguments: tuple[Any, ...]) -> tuple[tuple[torch.Tenso
         return states, sinks, masking
     choice = arguments[6] if mixer is CHOSEN_COMPRESSED_MIXER else None
     states, mask = with_compressed(states, arguments[4:6], choice, masking, arguments[-1])
-    return states, sinks, Masking(mask, False, None, 0, masking.scale, masking.softcap)
+    return states, sinks, masking._replace(mask=mask, is_causal=False, segments=None, window=0)
 
 
 LIBRARY.impl("dense_attention_backward", attend_backward, "CompositeExplicitAutograd")
@@ -205,7 +210,7 @@ def _implement(mixer: Mixer) -> None:
 
     def run_call(*arguments: Any) -> torch.Tensor:
         states, own_sinks, masking = _attend(mixer, arguments)
-        return attend(*states, own_sinks, *masking)
+        return attend(*states, own_sinks, *masking.arguments)
 
     def save_call(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         ctx.save_for_backward(*(value if isinstance(value, torch.Tensor) else None for value in inputs))
@@ -215,7 +220,7 @@ def _implement(mixer: Mixer) -> None:
         pairs = zip(ctx.saved_tensors, ctx.numbers, strict=True)
         arguments = tuple(n if tensor is None else tensor for tensor, n in pairs)
         states, own_sinks, masking = _attend(mixer, arguments)
-        grads = DENSE_ATTENTION_BACKWARD(grad, *states, own_sinks, *masking)
+        grads = DENSE_ATTENTION_BACKWARD(grad, *states, own_sinks, *masking.arguments)
         if mixer in WITH_COMPRESSED:
             of_query, of_key, of_value, of_sinks = grads
             parts = [to_compressed(grad, arguments[4], arguments[-1]) for grad in (of_key, of_value)]

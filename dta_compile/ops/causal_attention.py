@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from dta_compile.errors import OptionError
 from dta_compile.ops.attention import ATTENTION_CALL, SINK_ATTENTION_CALL, Masking
 from dta_compile.ops.dtypes import autocast
+from dta_compile.ops.scoring import Scoring
 
 
 def attention(
@@ -52,7 +53,7 @@ def attention(
     if segments is None and window is None and softcap is None and sinks is None:
         enable_gqa = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa)
-    masking = Masking(None, True, segments, window or 0, scale, float(softcap or 0))
+    masking = Masking(None, True, segments, window or 0, Scoring(scale, float(softcap or 0)))
     return call(query, key, value, sinks, masking)
 
 
@@ -67,8 +68,8 @@ def call(
             got="a mask that requires a gradient, with a soft cap or sinks",
         )
     if sinks is None:
-        return ATTENTION_CALL(query, key, value, *masking)
-    return SINK_ATTENTION_CALL(query, key, value, sinks, *masking)
+        return ATTENTION_CALL(query, key, value, *masking.arguments)
+    return SINK_ATTENTION_CALL(query, key, value, sinks, *masking.arguments)
 
 
 def attention_tokens_first(
@@ -84,15 +85,15 @@ def attention_tokens_first(
 
     Args:
         ends: see `segments_by_ends`.
-        window, softcap: as in `Masking`.
-        scale: factor of the scores; None: `D ** -0.5`.
+        window: as in `Masking`.
+        scale, softcap: as in `Scoring`; a scale of None is `D ** -0.5`.
     """
     segments = None
     if ends is not None:
         segments = segments_by_ends(ends, 1, query.shape[0])
         query, key, value = query[None], key[None], value[None]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    masking = Masking(None, True, segments, window, scale, softcap)
+    masking = Masking(None, True, segments, window, Scoring(scale, softcap))
     out = call(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), None, masking)
     out = out.transpose(1, 2).contiguous()
     return out if ends is None else out[0]

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from dta_compile.ops.library import LIBRARY
 from dta_compile.ops.mixer import BATCH, TOKENS, Mixer, Operand, register_mixer
+from dta_compile.ops.scoring import SCORING, Scoring
 
 NONE = -1  # in a choice of fewer than `count` blocks
 
@@ -47,7 +48,7 @@ class Choosing(NamedTuple):
 
 
 OPERANDS = "Tensor query, Tensor weights, Tensor key"
-MASKING = "Tensor? mask, bool is_causal, Tensor? segments, int window, float scale, float softcap"
+MASKING = "Tensor? mask, bool is_causal, Tensor? segments, int window, " + SCORING
 CHOOSING = "int count, int block, bool has_relu, bool by_head, bool leaves_out, int stride"
 # `forced` `[S or 1, blocks]` has the scores that replace those of blocks, and is NaN elsewhere.
 LIBRARY.define(f"choose_keys_call({OPERANDS}, {MASKING}, {CHOOSING}, Tensor? forced) -> Tensor")
@@ -63,6 +64,7 @@ def choosing_of(arguments: Sequence[Any]) -> Choosing:
     return Choosing(*arguments[-1 - len(Choosing._fields) : -1])
 
 
+_FIRST = 7 + len(Scoring._fields)  # the argument that `Choosing` begins with
 CHOICE_MIXER = register_mixer(
     Mixer(
         name="choice of keys",
@@ -76,7 +78,7 @@ CHOICE_MIXER = register_mixer(
             Operand("key", "index keys", is_state=True),
         ),
         dims=(BATCH, "heads", TOKENS, "head_dim"),
-        constants=(7, *range(9, 9 + len(Choosing._fields))),  # scale and `Choosing`
+        constants=(7, *range(_FIRST, _FIRST + len(Choosing._fields))),  # scale and `Choosing`
     )
 )
 

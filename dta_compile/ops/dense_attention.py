@@ -13,6 +13,7 @@ import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.products import product_of_read
+from dta_compile.ops.scoring import Scoring
 
 MOST_PAIRS = 2**22  # scores of a block, over all sequences and heads
 LEAST_ROWS = 16  # queries of a block
@@ -50,12 +51,12 @@ class _Block(NamedTuple):
 
 
 class _Scores(NamedTuple):
-    """Attention weights of a block `[B, Hkv, g, q, k]`, weights of the sinks `[B, Hkv, g, q]`, and the derivative of
-    the soft cap; None without sinks or soft cap."""
+    """Attention weights of a block `[B, Hkv, g, q, k]`, weights of the sinks `[B, Hkv, g, q]`, None without, and the
+    derivative of scores by products."""
 
     weights: torch.Tensor
     of_sinks: torch.Tensor | None
-    slope: torch.Tensor | None
+    slope: torch.Tensor | float
 
 
 class _Attention:
@@ -71,14 +72,13 @@ class _Attention:
         is_causal: bool,
         segments: torch.Tensor | None,
         window: int,
-        scale: float,
-        softcap: float,
+        *scoring: float,
     ) -> None:
         self.kv_heads, self.dtype = key.shape[1], statistics_dtype(query.dtype)
         self.query, self.key, self.value = self.grouped(query), key[:, :, None], value[:, :, None]
         self.sinks = None if sinks is None else sinks.to(self.dtype).view(1, self.kv_heads, -1, 1)
         self.mask, self.is_causal, self.segments, self.window = mask, is_causal, segments, window
-        self.scale, self.softcap = scale, softcap
+        self.scoring = Scoring(*scoring)
 
     def grouped(self, tensor: torch.Tensor) -> torch.Tensor:
         """View `[B, Hq, ...]` as `[B, Hkv, g, ...]`."""
@@ -124,11 +124,8 @@ class _Attention:
 
     def scores(self, block: _Block) -> _Scores:
         """Return weights that sum to one including those of the sinks; zeros where a query attends to nothing."""
-        scores = (block.queries(self.query).to(self.dtype) @ block.keys(self.key).to(self.dtype).mT) * self.scale
-        slope = None
-        if self.softcap:
-            tanh = (scores / self.softcap).tanh()
-            scores, slope = tanh * self.softcap, 1 - tanh.square()
+        products = block.queries(self.query).to(self.dtype) @ block.keys(self.key).to(self.dtype).mT
+        scores, slope = self.scoring.scores(products)
         if block.bias is not None:
             scores = scores + block.bias
         if block.allowed is not None:
@@ -188,10 +185,7 @@ def attend_backward(
         block.keys(of_value).add_(block.transposed_product(scores.weights, own).sum(2))
         of_weights = block.read(own @ block.keys(call.value).to(call.dtype).mT)
         delta = (scores.weights * of_weights).sum(-1)
-        of_scores = scores.weights * (of_weights - delta[..., None]) * call.scale
-        if scores.slope is not None:
-            of_scores = of_scores * scores.slope
-        of_scores = block.read(of_scores)
+        of_scores = block.read(scores.weights * (of_weights - delta[..., None]) * scores.slope)
         if scores.of_sinks is not None:
             of_sinks -= (scores.of_sinks * delta).sum((0, 3)).flatten()
         key, query = block.keys(call.key).to(call.dtype), block.queries(call.query).to(call.dtype)

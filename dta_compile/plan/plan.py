@@ -10,17 +10,17 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from dta_compile.errors import OptionError, PlanError
 from dta_compile.files import write_output
 from dta_compile.options import MOST_BYTES, Options, as_integer
-from dta_compile.plan.cost import BY_STAGES, Limits, choose_lazily, chunk_sizes
+from dta_compile.plan.choice import choose_lazily
+from dta_compile.plan.cost import BY_STAGES, Limits, chunk_sizes
 from dta_compile.plan.dealing import NVLINK, Dealing, deal_out, exchange_seconds
 from dta_compile.plan.peak_memory import Footprint, PartBytes
-from dta_compile.plan.picture import Known, picture
 from dta_compile.plan.schedule import Schedule
 from dta_compile.plan.simulate import Simulation, causal_pairs, simulate
 from dta_compile.plan.summary import Estimates, Stats, scalars, summarize
@@ -29,7 +29,7 @@ from dta_compile.plan.tree.lexicographic import each
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.plan.tree.split_prefixes import Images, SplitPrefixes, with_keys
 from dta_compile.plan.verify import check
-from dta_compile.views.traces.chrome import Process, as_chrome_trace
+from dta_compile.trace_files import Process, as_chrome_trace
 
 ONE_TREE_MODES = ("score", "transparent")
 
@@ -66,6 +66,8 @@ class Plan:
     images: Images | None = None
     dealing: Dealing | None = None
     rank: int = 0
+    # Draws the page of `to_html`: `views.picture.picture`, lent by `dta_compile/__init__.py`, as views know plans.
+    picture: ClassVar[Callable[..., str]]
 
     @cached_property
     def reason(self) -> str:
@@ -156,11 +158,8 @@ class Plan:
         """
         ids = self.sequences if sequences is None else sequences
         pictures = Images.of(images) if images else self.images
-        known = Known(ids, tokenizer, rewards, loss_masks, names, pictures, thumbnails, losses, device)
-        facts = {"summary": str(self), "stats": dataclasses.asdict(self.stats), "shared": self.prefix_tree.shared}
-        planned = self.prefix_tree, self.schedule, self.limits
-        text = picture(*planned, facts, known, title, self.dealing, self.rank)
-        write_output(path, text)
+        known = ids, tokenizer, rewards, loss_masks, names, pictures, thumbnails, losses, device
+        write_output(path, self.picture(title, *known))
 
     def scalars(self) -> dict[str, float]:
         """Return the figures as numbers by flat names such as `dta/compression`, for TensorBoard, wandb and the like.

@@ -1,4 +1,4 @@
-"""Timeline of a schedule, predicted by the cost model and measured, as events of trace viewers (`views.traces`)."""
+"""Timeline of a schedule, predicted by the cost model and measured, as events of trace viewers (`trace_files`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dta_compile.plan.peak_memory import bytes_by_op
 from dta_compile.plan.schedule import Attach, Op, Schedule, extent, format_op
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.prefix_tree import PrefixTree
-from dta_compile.views.traces.chrome import TICKS, Event, Process, as_speedscope
+from dta_compile.trace_files import TICKS, Event, Process, as_speedscope
 
 if TYPE_CHECKING:
     from dta_compile.plan.summary import Estimates

@@ -1,1 +1,1 @@
-"""Write self-contained HTML pages and trace files. Knows columns, texts and events, not plans; never imports torch."""
+"""Show plans as self-contained HTML pages. Never imports torch."""

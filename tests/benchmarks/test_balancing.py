@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.balancing import compare, main
-from benchmarks.partitions import METHODS, Batch, TooLarge, first_fit_decreasing, karmarkar_karp
-from benchmarks.pools import Shape, generate
+from benchmarks.balancing.compare import compare, main
+from benchmarks.balancing.partitions import METHODS, Batch, TooLarge, first_fit_decreasing, karmarkar_karp
+from benchmarks.balancing.pools import Shape, generate
 from dta_compile.plan import PrefixTree, lexicographic_order, plan
 
 OURS = ("dta", "dta, cost model")

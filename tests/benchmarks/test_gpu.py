@@ -8,16 +8,19 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from benchmarks import gpu, gpu_checks, gpu_methods, gpu_run
-from benchmarks.flex_tree import BLOCK, block_mask, pair_mask, prepare
-from benchmarks.gpu_measure import UNLIMITED
-from benchmarks.gpu_methods import METHODS
-from benchmarks.gpu_models import Subject, batch_of, expected_seconds, operations
+from benchmarks.batches.trees import build
+from benchmarks.batches.workloads import tiny
+from benchmarks.gpu import checks as gpu_checks
+from benchmarks.gpu import command as gpu
+from benchmarks.gpu import methods as gpu_methods
+from benchmarks.gpu import run as gpu_run
+from benchmarks.gpu.measure import UNLIMITED
+from benchmarks.gpu.methods import METHODS
+from benchmarks.gpu.models import Subject, batch_of, expected_seconds, operations
 from benchmarks.gpu_report import Check, GpuReport, acceptance
-from benchmarks.packed_tree import pack
-from benchmarks.results import Outcome, Result
-from benchmarks.trees import build
-from benchmarks.workloads import tiny
+from benchmarks.measuring.results import Outcome, Result
+from benchmarks.methods.flex_tree import BLOCK, block_mask, pair_mask, prepare
+from benchmarks.methods.packed_tree import pack
 from dta_compile.errors import OptionError
 from tests.support.tiny import assert_same
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.trees import TREES, build, count, ideal_speedup
+from benchmarks.batches.trees import TREES, build, count, ideal_speedup
 from dta_compile.plan import plan
 
 # (linear operations per token, operations per pair) of the benchmark's model: 4 layers, hidden 256, 2048 ids.

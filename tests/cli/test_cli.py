@@ -356,7 +356,6 @@ def test_a_terminal_is_sent_nothing_that_a_file_says(tmp_path, capsys):
     path = tmp_path / f"{red}.jsonl"
     path.write_text(f'"{red}"')
     assert main(["plan", str(path)]) == 2
-    assert main(["split", "--gpus", "2", "--system", red, "--unit", red, "--train", "1", "--roll", "1"]) == 0
     captured = capsys.readouterr()
     assert "\x1b" not in captured.out + captured.err and "\\x1b[31m" in captured.err
 

@@ -382,7 +382,7 @@ def of_options(case: Case) -> None:
 
 def of_split(case: Case) -> None:
     """`dta split` with an argument that may be bad."""
-    name = case.draw.choice(("--gpus", "--train", "--roll", "--measured", "--system", "--unit"))
+    name = case.draw.choice(("--gpus", "--train", "--roll", "--measured"))
     value = case.draw.choice((*map(str, VALUES), "99999999", "2=3", "3/1=9", "99999999999999999999=1"))
     case.words = ["split", "--gpus", "4", "--train", "1", "--roll", "2", name, value]
     case.words += case.draw.choice(([], ["--json", str(case.folder / "out.json")]))

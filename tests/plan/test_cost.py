@@ -21,13 +21,19 @@ from dta_compile.plan import (
     simulate,
     verify,
 )
-from dta_compile.plan.cost import CANDIDATES, choose
+from dta_compile.plan.choice import CANDIDATES, choose_lazily
 from dta_compile.plan.events import chunk_work
 from dta_compile.plan.schedule import MODES
 
 SHARED = PrefixTree.build([[1] * 20 + [n] * 5 for n in range(8)])
 TOKENS_ONLY = CostModel(Rates(0, 0, 1, 0, 0), Rates(0, 0, 2, 0, 0), restore=0, source="by hand")
 LAUNCHES_ONLY = CostModel(Rates(1, 0, 0, 0, 0), Rates(1, 0, 0, 0, 0), restore=0, source="by hand")
+
+
+def choose(*arguments):
+    """Return tree and schedule that are chosen, and the reason."""
+    best, reason = choose_lazily(*arguments)
+    return best.tree, best.schedule, reason()
 
 
 def test_cost_is_linear_in_the_work():

@@ -71,7 +71,7 @@ def test_steps_that_cannot_be_divided_are_errors():
 
 
 def test_rows_of_a_data_set_are_read_by_their_columns():
-    from dta_compile.data.prefix_keys import prefix_keys
+    from dta_compile.rollouts.prefix_keys import prefix_keys
 
     talk = [{"role": "user", "content": "é"}, {"role": "assistant", "content": "b"}]
     short, long = prefix_keys([{"messages": talk[:1]}, {"messages": talk}])

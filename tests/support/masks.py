@@ -20,7 +20,6 @@ from torch import fx
 from dta_compile.capture import dynamo
 from dta_compile.errors import DTAError
 from dta_compile.executable.masks import MaskProgram
-from dta_compile.ops.attention import Masking
 from dta_compile.passes.axes.layouts import mixer_calls
 from dta_compile.passes.axes.token_axis import token_axis
 from dta_compile.passes.cuts.dense_graphs import graph_of
@@ -30,7 +29,8 @@ from dta_compile.passes.masks.mixers import mixers
 from dta_compile.passes.program import Program
 from dta_compile.proofs.terms import Evaluation
 from dta_compile.runtime.calls.call import Sizes
-from dta_compile.runtime.calls.masks import ReadMasks, number_of_call, read_masks
+from dta_compile.runtime.calls.mask_values import number_of_call
+from dta_compile.runtime.calls.masks import ReadMasks, read_masks
 
 
 @dataclasses.dataclass
@@ -121,7 +121,7 @@ def calls(make_mask: Any, inputs: list[tuple[Any, ...]]) -> list[Traced]:
         program = Program(module, training=False)
         try:
             lower(program)
-            mask = Masking(*mixer_calls(program.graph)[0].args[3:]).mask
+            mask = mixer_calls(program.graph)[0].args[3]
             for step in (token_axis, mixers):
                 step(program)
         except DTAError as error:

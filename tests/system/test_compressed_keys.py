@@ -14,6 +14,7 @@ from benchmarks.zoo import toy_config
 from dta_compile.errors import RefusalError, RuntimeContractError
 from dta_compile.ops.attention import CHOSEN_COMPRESSED_CALL, COMPRESSED_CALL, Masking
 from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, Choosing
+from dta_compile.ops.scoring import UNSCALED, Scoring
 from dta_compile.runtime.attention import chosen_keys
 from tests.support.helpers import (
     EXACT,
@@ -69,13 +70,13 @@ class Compressed(nn.Module):
     def _by_operators(self, q: torch.Tensor, k: torch.Tensor, i: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
         segments = None if self.segments is None else self.segments.expand(k.shape[0], -1)
         means = dta_compile.attention(torch.zeros_like(k), k, k, window=self.stride, segments=segments)
-        masking = Masking(None, True, segments, WINDOW, 0.5, 0.0)
+        masking = Masking(None, True, segments, WINDOW, Scoring(0.5))
         if not self.chooses:
-            return COMPRESSED_CALL(q, k, k, sinks, means, means, *masking, self.stride)
-        causal = Masking(None, True, None, 0, 1.0, 0.0)
+            return COMPRESSED_CALL(q, k, k, sinks, means, means, *masking.arguments, self.stride)
+        causal = Masking.causal(UNSCALED).arguments
         operands = (one.detach() for one in (i, torch.ones_like(i[..., :1]), means))
         choice = CHOOSE_KEYS_CALL(*operands, *causal, *Choosing(KEYS, 1, True, False, False, self.stride), None)
-        return CHOSEN_COMPRESSED_CALL(q, k, k, sinks, means, means, choice, *masking, self.stride)
+        return CHOSEN_COMPRESSED_CALL(q, k, k, sinks, means, means, choice, *masking.arguments, self.stride)
 
     def _by_definition(self, q: torch.Tensor, k: torch.Tensor, i: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
         tokens, windows = k.shape[2], k.shape[2] // self.stride

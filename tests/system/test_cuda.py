@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import dta_compile
-from benchmarks.gpu_checks import BUDGETS, CHECKS, CHUNK_SIZES, EQUAL, STRATEGIES, Trial, forward, loss_of, tree_batch
-from benchmarks.ours import replan
+from benchmarks.gpu.checks import BUDGETS, CHECKS, CHUNK_SIZES, EQUAL, STRATEGIES, Trial, forward, loss_of, tree_batch
+from benchmarks.methods.ours import replan
 from dta_compile.runtime.replay.lease import CudaRecorder
 from tests.support.helpers import assert_equal
 from tests.support.tiny import (

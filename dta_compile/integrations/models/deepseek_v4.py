@@ -36,6 +36,7 @@ from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, Choosing
 from dta_compile.ops.compressed_keys import TOKENS_OF_ROWS
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.library import REFUSED
+from dta_compile.ops.scoring import UNSCALED, Scoring
 
 __all__: list[str] = []
 
@@ -96,9 +97,9 @@ def attention_forward(
         operands = query, key, key, self.sinks, windows, windows
         if hasattr(compressor, "indexer"):
             choice = _chosen(compressor.indexer, hidden_states, residual, position_ids, real)
-            out = CHOSEN_COMPRESSED_CALL(*operands, choice, *masking, compressor.compress_rate)
+            out = CHOSEN_COMPRESSED_CALL(*operands, choice, *masking.arguments, compressor.compress_rate)
         else:
-            out = COMPRESSED_CALL(*operands, *masking, compressor.compress_rate)
+            out = COMPRESSED_CALL(*operands, *masking.arguments, compressor.compress_rate)
 
     out = rotate(out, cos, -sin).transpose(1, 2).reshape(batch, tokens, self.config.o_groups, -1)
     return self.o_b_proj(self.o_a_proj(out).flatten(2)), None
@@ -106,8 +107,8 @@ def attention_forward(
 
 def _masking(mask: CausalMask | torch.Tensor | None, scale: float) -> Masking:
     if isinstance(mask, CausalMask):
-        return Masking(None, True, mask.segments, mask.window or 0, scale, 0.0)
-    return Masking(mask, mask is None, None, 0, scale, 0.0)
+        return Masking(None, True, mask.segments, mask.window or 0, Scoring(scale))
+    return Masking(mask, mask is None, None, 0, Scoring(scale))
 
 
 def _segments(mask: CausalMask | torch.Tensor | None) -> torch.Tensor | None:
@@ -135,8 +136,8 @@ def _compressed(compressor: Any, hidden_states: torch.Tensor, real: torch.Tensor
         pooled = pooled + share * (earlier - pooled)
         gate = torch.where(is_first, gate, torch.logaddexp(earlier_gate, gate))
     scores, values = (one.transpose(1, 2)[..., None] for one in (gate, pooled))  # [B, D, S, 1]
-    masking = Masking(None, True, real, stride, 1.0, 0.0)
-    pooled = ATTENTION_CALL(torch.ones_like(scores), scores, values, *masking)[..., 0].transpose(1, 2)
+    masking = Masking(None, True, real, stride, UNSCALED)
+    pooled = ATTENTION_CALL(torch.ones_like(scores), scores, values, *masking.arguments)[..., 0].transpose(1, 2)
     pooled = compressor.kv_norm(pooled.to(key.dtype))
     begins = (columns - (stride - 1)).clamp(min=0)[None]
     cos, sin = compressor.rotary_emb(pooled, position_ids=begins, layer_type=compressor.rope_layer_type)
@@ -159,9 +160,9 @@ def _chosen(
     query = MODULE.apply_rotary_pos_emb(query, cos, sin)
     weights = scorer.weights_proj(hidden_states).float() * scorer.weights_scaling
     operands = (one.detach() for one in (query.float(), weights.transpose(1, 2)[..., None], key.float()))
-    masking = Masking(None, True, real, 0, scorer.softmax_scale, 0.0)
+    masking = Masking(None, True, real, 0, Scoring(scorer.softmax_scale))
     how = Choosing(indexer.index_topk, 1, True, False, False, indexer.compress_rate)
-    choice: torch.Tensor = CHOOSE_KEYS_CALL(*operands, *masking, *how, None)
+    choice: torch.Tensor = CHOOSE_KEYS_CALL(*operands, *masking.arguments, *how, None)
     return choice
 
 

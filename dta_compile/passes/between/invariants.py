@@ -122,7 +122,7 @@ def _layers(program: Program) -> Iterator[object]:
     for layer, node in zip(program.mixers, program.mixer_nodes, strict=True):
         if isinstance(layer, AttentionLayer):
             masking = Masking.of(layer.mixer, node.args)
-            has_mask = masking != Masking.causal(masking.scale, masking.softcap)
+            has_mask = masking != Masking.causal(masking.scoring)
         else:
             has_mask = layer.mixer.segments is not None and node.args[layer.mixer.segments] is not None
         if has_mask:

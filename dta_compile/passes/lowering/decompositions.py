@@ -17,6 +17,7 @@ from torch import fx
 from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_CALL, Masking
 from dta_compile.ops.dtypes import autocast
+from dta_compile.ops.scoring import Scoring
 from dta_compile.passes.graphs.nodes import filled_with, full_for, replace_nodes
 from dta_compile.passes.graphs.operators import FULL_VARIANTS, UNINITIALIZED
 from dta_compile.passes.lowering.attention.rewrite import dropout_refusal
@@ -187,7 +188,7 @@ def capture_attention(
     query, key, value = _with_common_sizes(*autocast(*operands))
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     query, scale = _with_positive_scale(query, scale)
-    return ATTENTION_CALL(query, key, value, *Masking(attn_mask, is_causal, None, 0, scale, 0.0))
+    return ATTENTION_CALL(query, key, value, *Masking(attn_mask, is_causal, None, 0, Scoring(scale)).arguments)
 
 
 def _with_common_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Tensors:

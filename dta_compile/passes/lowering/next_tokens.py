@@ -20,9 +20,10 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.ops.attention import ATTENTION_CALL, Masking
+from dta_compile.ops.attention import ATTENTION_CALL, ATTENTION_MIXER, Masking
 from dta_compile.ops.experts.operators import EXPERT_LINEAR, EXPERT_SUM
 from dta_compile.ops.mixer import MIXERS
+from dta_compile.ops.scoring import UNSCALED, Scoring
 from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
 from dta_compile.passes.graphs.nodes import SizeNodes, call, descendants, is_pointwise
 from dta_compile.passes.graphs.operators import (
@@ -188,8 +189,8 @@ class _Pairs:
 
     def _attention(self, node: fx.Node) -> fx.Node:
         """Return causal attention whose keys of the first token have no weight."""
-        masking = Masking(*node.args[3:]) if node.target is ATTENTION_CALL else None
-        if masking is None or masking != Masking.causal(masking.scale, 0.0):
+        masking = Masking.of(ATTENTION_MIXER, node.args) if node.target is ATTENTION_CALL else None
+        if masking is None or masking != Masking.causal(Scoring(masking.scoring.scale)):
             raise CannotResize
         query, key, value = (self.whole.get(arg, arg) for arg in node.args[:3])
         one = call(self.graph, aten.full_like.default, call(self.graph, aten.slice.Tensor, query, 3, 0, 1), 1.0)
@@ -199,9 +200,9 @@ class _Pairs:
         none = call(self.graph, aten.full_like.default, call(self.graph, aten.slice.Tensor, key, 3, 0, 1), 0.0)
         never = call(self.graph, aten.full_like.default, none, torch.finfo(like.dtype).min / 4)
         bias = call(self.graph, aten.where.self, is_first, never, none)
-        query = call(self.graph, aten.mul.Tensor, query, masking.scale)
+        query = call(self.graph, aten.mul.Tensor, query, masking.scoring.scale)
         query, key = (call(self.graph, aten.cat.default, pair, 3) for pair in ([query, one], [key, bias]))
-        return call(self.graph, ATTENTION_CALL, query, key, value, *Masking.causal(1.0, 0.0))
+        return call(self.graph, ATTENTION_CALL, query, key, value, *Masking.causal(UNSCALED).arguments)
 
     def replace(self) -> None:
         """Replace what is read of the old values by all entries but the first of the new ones."""

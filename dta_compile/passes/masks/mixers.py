@@ -62,7 +62,7 @@ def mixers(program: Program) -> None:
             layers.append(MixerLayer(index, mixer, _states(mixer, node), where(node)))
             continue
         masking, operands = Masking.of(mixer, node.args), mixer.operands_of(node.args)
-        rest = node.args[len(operands) + len(masking) :]
+        rest = node.args[len(operands) + len(masking.arguments) :]
         if masking.segments is not None:
             masking = masking._replace(segments=first.like(masking.segments))
         mask, choice = masks.of(node, masking)
@@ -78,10 +78,10 @@ def mixers(program: Program) -> None:
         elif mixer is CHOICE_MIXER:
             block, forced = choosing_of(node.args).block, rest[-1]
             forced, rest = None if forced is None else forced_scores(program, forced), (*rest[:-1], None)
-        node.target, node.args = mixer.call, (*operands, *Masking.causal(masking.scale, masking.softcap), *rest)
+        node.target, node.args = mixer.call, (*operands, *Masking.causal(masking.scoring).arguments, *rest)
         of_choice = chooser, block, forced
         states, line = _states(mixer, node), where(node)
-        layers.append(AttentionLayer(index, mixer, states, line, mask, masking.softcap, *of_choice))
+        layers.append(AttentionLayer(index, mixer, states, line, mask, masking.scoring, *of_choice))
     program.mixers = layers
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import torch
 
 from dta_compile.ops.attention import by_tokens
+from dta_compile.ops.scoring import Scoring
 from dta_compile.runtime.attention.chosen_keys import Blockwise, ends_of
 from dta_compile.runtime.attention.interface import Operands
 from dta_compile.runtime.attention.layer import AttentionRuntime
@@ -45,12 +46,12 @@ class CompressedRuntime(AttentionRuntime):
 
     def _windows(self, x: LayerInputs) -> tuple[Operands, torch.Tensor]:
         """Return the attention call over compressed keys, and which tokens of the chunk have one."""
-        (scale, softcap, stride), query = x.constants, x.operands[0]
+        (*scoring, stride), query = x.constants, x.operands[0]
         ends = ends_of(x.table().depths, stride)
         key, value = (operand.index_select(2, ends) for operand in x.operands[4:6])
         above_key, above_value = (self._at_ends(states, x) for states in x.above[2:])
         choice = x.operands[6] if len(x.operands) > 6 else None
-        call = Operands(query, key, value, above_key, above_value, x.chunk, x.table, scale, None, softcap)
+        call = Operands(query, key, value, above_key, above_value, x.chunk, x.table, Scoring(*scoring), None)
         return call._replace(choice=choice, stride=stride), ends
 
     @staticmethod

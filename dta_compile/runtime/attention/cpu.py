@@ -21,7 +21,6 @@ from dta_compile.ops.tree_attention.kernel import Keys, States
 from dta_compile.runtime.attention.cpu_parts import Part, parts_of
 from dta_compile.runtime.attention.interface import Operands, Tensors
 from dta_compile.runtime.attention.reference import (
-    capped,
     grads_of_read,
     merge_with,
     repeat_heads,
@@ -46,7 +45,7 @@ class FlashCPU:
     def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Provider.forward`."""
         if (library := _library(x)) is not None:
-            return kernel.forward(library, x.query, _states(x), _keys(x), x.scale)
+            return kernel.forward(library, x.query, _states(x), _keys(x), x.scoring.scale)
         x, dtype = x.with_dense_rows(), statistics_dtype(x.query.dtype)
         first, *others = parts = _parts(x, x.query)
         _, heads, tokens, _ = x.query.shape
@@ -71,8 +70,8 @@ class FlashCPU:
     ) -> Tensors:
         """See `Provider.backward`."""
         if (library := _library(x)) is not None:
-            of_prefix = prefix_key_grad, prefix_value_grad
-            return kernel.backward(library, grad, out, logsumexp, x.query, _states(x), _keys(x), x.scale, of_prefix)
+            keys, of_prefix = (_states(x), _keys(x), x.scoring.scale), (prefix_key_grad, prefix_value_grad)
+            return kernel.backward(library, grad, out, logsumexp, x.query, *keys, of_prefix)
         x, dtype, start = x.with_dense_rows(), statistics_dtype(x.query.dtype), x.chunk.start
         first, *others = parts = _parts(x, x.query, grad, out)
         tokens = x.query.shape[2]
@@ -99,7 +98,7 @@ class FlashCPU:
 
 def _library(x: Operands) -> ctypes.CDLL | None:
     """Return the compiled C++ library; None: torch's kernel computes this."""
-    return None if x.softcap or x.query.dtype not in kernel.DTYPES else running_library(TreeAttention())
+    return None if not x.scoring.is_linear or x.query.dtype not in kernel.DTYPES else running_library(TreeAttention())
 
 
 def _states(x: Operands) -> States:
@@ -137,12 +136,12 @@ def _flash(x: Operands, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
     In full parts the queries of a group become rows over the same keys, `[1, Hkv, g * q]`, for larger products.
     """
     query, key, value = _rows(x.query, part), *_keys_and_values(x, part)
-    if x.softcap or part.plain:
+    if part.plain or not x.scoring.is_linear:
         return _plain(query, key, value, x, part)
     if part.full:
         query = query.reshape(1, key.shape[1], -1, query.shape[3])
     out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, part.causal, attn_mask=part.mask, scale=x.scale
+        query, key, value, 0.0, part.causal, attn_mask=part.mask, scale=x.scoring.scale
     )
     return out, logsumexp
 
@@ -158,7 +157,7 @@ def _flash_backward(grad: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tens
     groups = heads // kv_heads
     spread = next((s for s in range(1, groups) if groups % s == 0 and s * kv_heads >= threads), groups)
     grad, query, out, logsumexp = (_rows(t, part) for t in (grad, x.query, out, logsumexp))
-    if x.softcap or part.plain:
+    if part.plain or not x.scoring.is_linear:
         return _plain_backward(grad, query, out, logsumexp, key, value, x, part)
     if part.full:
         grad, query, out = (t.reshape(1, kv_heads * spread, -1, width) for t in (grad, query, out))
@@ -167,7 +166,7 @@ def _flash_backward(grad: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tens
         grad, query, out, logsumexp = (t[0].unflatten(0, (kv_heads, -1)) for t in (grad, query, out, logsumexp))
         key, value = (t.transpose(0, 1).expand(-1, spread, -1, -1) for t in (key, value))
     grads: Tensors = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, query, key, value, out, logsumexp, 0.0, part.causal, attn_mask=part.mask, scale=x.scale
+        grad, query, key, value, out, logsumexp, 0.0, part.causal, attn_mask=part.mask, scale=x.scoring.scale
     )
     return grads if spread == 1 else (grads[0].flatten(0, 1)[None], grads[1].sum(1)[None], grads[2].sum(1)[None])
 
@@ -223,7 +222,7 @@ def _scores(
     query: torch.Tensor, key: torch.Tensor, x: Operands, part: Part, first: int
 ) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor]:
     """Return scores of a part's queries from `first` on, their derivative by the products, and the read mask."""
-    scores, slope = capped(query @ key.mT, x.scale, x.softcap)
+    scores, slope = x.scoring.scores(query @ key.mT)
     read = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu")
     if part.causal:
         read.tril_(first)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from dta_compile.ops.scoring import Scoring
 from dta_compile.runtime.attention import triton
 from dta_compile.runtime.attention.interface import Operands, Provider, Tensors
 from dta_compile.runtime.path.chunk_shape import ChunkShape
@@ -30,10 +31,11 @@ MEETINGS = 128  # calls of a size before a plan pays: a few chunks of a model's 
 CAPABILITY, VERSION = (9, 0), 90_100  # of the device and of cuDNN
 
 
-def make(query: torch.Tensor, value: torch.Tensor, softcap: float) -> Provider | str:
+def make(query: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> Provider | str:
     """Return the provider if it supports such tensors, else its requirements."""
     fits = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1] <= LARGEST_HEAD
-    if fits and query.shape[-1] % 8 == 0 and not softcap and triton.has_kernels(query, value) and _has_cudnn(query):
+    fits = fits and query.shape[-1] % 8 == 0 and scoring.is_linear
+    if fits and triton.has_kernels(query, value) and _has_cudnn(query):
         return CudnnAttention()
     return f"bfloat16 or float16 on a Hopper GPU or later, heads of one size up to {LARGEST_HEAD}, no soft cap"
 
@@ -56,7 +58,7 @@ class CudnnAttention:
         queries, keys = rectangle[:2]
         tensors = _filled_up(x.query, queries), x.prefix_key[:, :, :keys], x.prefix_value[:, :, :keys]
         try:
-            out, logsumexp, *_ = aten._scaled_dot_product_cudnn_attention(*tensors, None, True, scale=x.scale)
+            out, logsumexp, *_ = aten._scaled_dot_product_cudnn_attention(*tensors, None, True, scale=x.scoring.scale)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -86,7 +88,7 @@ class CudnnAttention:
         others = random, random, None, None, None, queries, keys, 0.0, False
         try:
             of_query, of_key, of_value = aten._scaled_dot_product_cudnn_attention_backward(
-                of_out, query, key, value, result, statistics, *others, scale=x.scale
+                of_out, query, key, value, result, statistics, *others, scale=x.scoring.scale
             )
         except torch.OutOfMemoryError:
             raise

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from dta_compile.ops.scoring import Scoring
 from dta_compile.runtime.path.chunk_shape import ChunkShape, ChunkTable, Limit
 
 Tensors = tuple[torch.Tensor, ...]
@@ -30,9 +31,8 @@ class Operands(NamedTuple):
     prefix_value: torch.Tensor
     chunk: ChunkShape
     table: Callable[[], ChunkTable]
-    scale: float  # positive, as kernels need it: see `passes.lowering.decompositions`
+    scoring: Scoring
     limit: Limit | None  # a sliding window or chunks of the sequence; None: a token reads all above it
-    softcap: float = 0.0  # 0: none; else scaled scores `s` become `softcap * tanh(s / softcap)`
     units: bool = False  # whether a token also reads later ones of its unit, see `ChunkShape.units`
     choice: torch.Tensor | None = None  # `[1, H or 1, c, count]`: blocks of keys chosen for each query; None: all
     bias: torch.Tensor | None = None  # `[1, Hq, c or 1, n]`: added to scores by distance, see `ops.attention`

@@ -11,6 +11,7 @@ import torch
 from dta_compile.errors import OptionError
 from dta_compile.executable.layers import AttentionLayer
 from dta_compile.ops.attention import by_tokens
+from dta_compile.ops.scoring import UNSCALED, Scoring
 from dta_compile.runtime.attention import cudnn, triton
 from dta_compile.runtime.attention.cpu import FlashCPU
 from dta_compile.runtime.attention.interface import Operands, Provider
@@ -78,12 +79,12 @@ class AttentionRuntime:
         return x.operands[3:-1] if self.further else x.operands[3:]
 
     def _operands(self, x: LayerInputs) -> Operands:
-        (query, key, value), (prefix_key, prefix_value), (scale, softcap) = x.operands[:3], x.above[:2], x.constants[:2]
+        (query, key, value), (prefix_key, prefix_value) = x.operands[:3], x.above[:2]
         choice, bias = (x.operands[-1] if self.further == name else None for name in ("choice", "bias"))
         if self.further == "table":
             bias = _table(x)
-        limits = self.limit, softcap, self.units
-        return Operands(query, key, value, prefix_key, prefix_value, x.chunk, x.table, scale, *limits, choice, bias)
+        how = Scoring(*x.constants[: len(Scoring._fields)]), self.limit, self.units, choice, bias
+        return Operands(query, key, value, prefix_key, prefix_value, x.chunk, x.table, *how)
 
 
 def _by_token(sinks: torch.Tensor, logsumexp: torch.Tensor) -> torch.Tensor:
@@ -119,10 +120,10 @@ def _tokens_by_depth(x: LayerInputs) -> torch.Tensor:
 def provider_of(layer: AttentionLayer, device: torch.device, choice: str) -> Provider:
     """Return the provider of a layer under `options={"attention": choice}`."""
     key, value = (torch.empty(spec.of_tokens(0), dtype=spec.dtype, device=device) for spec in layer.states[:2])
-    return provider_for(choice, key[:, :1], value[:, :1], layer.softcap)
+    return provider_for(choice, key[:, :1], value[:, :1], layer.scoring)
 
 
-def provider_for(choice: str, query: torch.Tensor, value: torch.Tensor, softcap: float = 0.0) -> Provider:
+def provider_for(choice: str, query: torch.Tensor, value: torch.Tensor, scoring: Scoring = UNSCALED) -> Provider:
     """Return the provider named `choice`; for "auto" the first of `PROVIDERS` that supports such tensors.
 
     Raises:
@@ -130,34 +131,34 @@ def provider_for(choice: str, query: torch.Tensor, value: torch.Tensor, softcap:
     """
     if choice == "auto":
         return next(
-            provider for make in PROVIDERS.values() if not isinstance(provider := make(query, value, softcap), str)
+            provider for make in PROVIDERS.values() if not isinstance(provider := make(query, value, scoring), str)
         )
-    provider = PROVIDERS[choice](query, value, softcap)
+    provider = PROVIDERS[choice](query, value, scoring)
     if isinstance(provider, str):
         raise OptionError(
             f"attention={choice!r} cannot run this model here",
             expected=provider,
             got=f"{query.dtype} on {query.device.type}, heads of {query.shape[-1]} and {value.shape[-1]}"
-            + (", a soft cap" if softcap else ""),
+            + ("" if scoring.is_linear else ", a soft cap"),
             hint="attention='auto' picks one that can",
         )
     return provider
 
 
-def _reference(query: torch.Tensor, value: torch.Tensor, softcap: float) -> Provider | str:
+def _reference(query: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> Provider | str:
     return Reference()
 
 
-def _flash_cpu(query: torch.Tensor, value: torch.Tensor, softcap: float) -> Provider | str:
+def _flash_cpu(query: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> Provider | str:
     types = (torch.float32, torch.float64, torch.bfloat16)
     if query.device.type == "cpu" and query.dtype in types and query.shape[-1] == value.shape[-1]:
         return FlashCPU()
     return "float32, float64 or bfloat16 on a CPU, keys and values of one size"
 
 
-Make = Callable[[torch.Tensor, torch.Tensor, float], Provider | str]
+Make = Callable[[torch.Tensor, torch.Tensor, Scoring], Provider | str]
 
-# Factories by name: given an example query, value and soft cap, each returns a provider, or its requirements as text.
+# Factories by name: given an example query, value and scoring, each returns a provider, or its requirements as text.
 # "auto" tries them in this order, the fastest first.
 PROVIDERS: dict[str, Make] = {
     "cpu": _flash_cpu,

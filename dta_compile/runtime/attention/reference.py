@@ -75,7 +75,7 @@ class Reference:
         self, x: Operands, queries: slice, key: torch.Tensor, read: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | float]:
         """Return scores, and their derivative by the query-key products."""
-        scores, slope = capped(x.query[:, :, queries].to(key.dtype) @ key.mT, x.scale, x.softcap)
+        scores, slope = x.scoring.scores(x.query[:, :, queries].to(key.dtype) @ key.mT)
         if x.bias is not None:
             steps = _steps(x, queries, x.prefix_key.shape[2])
             bias = x.bias[:, :, queries] if x.bias.shape[2] > 1 else x.bias.expand(-1, -1, steps.shape[2], -1)
@@ -148,14 +148,6 @@ def grads_of_read(
         product_of_read(weights.mT, grad, read.mT),
         of_scores,
     )
-
-
-def capped(products: torch.Tensor, scale: float, softcap: float) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Scale and cap query-key products; return scores and their derivative by the products."""
-    if not softcap:
-        return products * scale, scale
-    tanh = (products * (scale / softcap)).tanh()
-    return tanh * softcap, (1 - tanh.square()) * scale
 
 
 def repeat_heads(tensor: torch.Tensor, groups: int) -> torch.Tensor:

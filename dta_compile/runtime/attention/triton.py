@@ -14,6 +14,7 @@ import torch
 from dta_compile.ops import triton_use
 from dta_compile.ops.attention import empty_by_tokens
 from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.ops.scoring import Scoring
 from dta_compile.runtime.attention.interface import Operands, Provider, Tensors
 from dta_compile.runtime.attention.reference import merge_parts
 from dta_compile.runtime.path.chunk_shape import LISTED_KEYS
@@ -25,7 +26,7 @@ PROGRAMS = 256
 LEAST_KEYS = 512  # least number of stack keys per program
 
 
-def make(query: torch.Tensor, value: torch.Tensor, softcap: float) -> Provider | str:
+def make(query: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> Provider | str:
     """Return the provider if it supports such tensors, else its requirements."""
     if not triton_use.has_triton():
         return "the package triton, on a GPU"
@@ -136,9 +137,9 @@ def _strides(x: Operands, out: torch.Tensor) -> tuple[int, ...]:
 def _constants(x: Operands, blocks: Blocks) -> dict[str, Any]:
     return {
         "tokens": x.query.shape[2],
-        "scale": x.scale,
+        "scale": x.scoring.scale,
         "limit": x.limit.tokens if x.limit is not None else 0,
-        "softcap": x.softcap,
+        "softcap": x.scoring.softcap,
         "GROUPS": x.query.shape[1] // x.key.shape[1],
         "KEY_DIM": x.query.shape[-1],
         "VALUE_DIM": x.value.shape[-1],
@@ -147,7 +148,7 @@ def _constants(x: Operands, blocks: Blocks) -> dict[str, Any]:
         "LIMITED": x.limit is not None,
         "UNITS": x.units,
         "CHUNKED": x.limit is not None and x.limit.by_chunks,
-        "CAPPED": x.softcap > 0,
+        "CAPPED": x.scoring.softcap > 0,
         # Tensor cores round float32 to 10 bits unless told otherwise.
         "PRECISION": "ieee" if x.query.dtype is torch.float32 else "tf32",
         "QUERIES": blocks.queries,

@@ -36,7 +36,7 @@ class LayerContext:
         units: attention layers whose tokens also read later ones of their block.
         tokens: tokens of a row of the batch.
         from_first: whether every sequence begins at the first token of a row.
-        providers: attention providers made so far, shared by layers with equal states and soft cap.
+        providers: attention providers made so far, shared by layers with equal states and scoring.
     """
 
     device: torch.device
@@ -50,7 +50,7 @@ class LayerContext:
 
 def _attention(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
     assert isinstance(layer, AttentionLayer)
-    key = layer.states, layer.softcap
+    key = layer.states, layer.scoring
     if key not in context.providers:
         context.providers[key] = provider_of(layer, context.device, context.attention)
     return AttentionRuntime(context.providers[key], context.limits[layer.index], layer.index in context.units)

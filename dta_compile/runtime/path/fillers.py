@@ -28,7 +28,7 @@ def require_hidden(layers: Sequence[MixerLayer], fillers: Mapping[int, float], n
         layer, filler = layers[number], fillers[number]
         assert isinstance(layer, AttentionLayer)
         is_bounded = BIAS not in layer.mixer.operands
-        score = min(of_queries * of_keys, layer.softcap or math.inf) + of_tables if is_bounded else math.inf
+        score = layer.scoring.bound(of_queries * of_keys) + of_tables if is_bounded else math.inf
         rounding = ROUNDINGS * torch.finfo(layer.dtype).eps * (score - filler) - OF_MASK * filler
         if 2 * score + UNDERFLOW.get(layer.dtype, 104.0) + rounding >= -filler:
             raise RefusalError(

@@ -21,6 +21,7 @@ from torch import fx
 
 from dta_compile.ops.attention import Masking
 from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, CHOSEN, Choosing
+from dta_compile.ops.scoring import Scoring
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import call, descendants
 from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS
@@ -247,10 +248,10 @@ class _Choice:
         else:
             of_heads = arranger.arrange(self.weights, dims)
         operands = (call(arranger.graph, aten.detach.default, value) for value in (query, of_heads, keys))
-        masking = Masking(rewrite._mask(query.meta["val"].dtype), False, None, 0, scale, 0.0)
+        masking = Masking(rewrite._mask(query.meta["val"].dtype), False, None, 0, Scoring(scale))
         how = Choosing(self.count, self.blocks.size, self.is_positive, by_head, self.leaves_out)
         forced = self.blocks.of_scores(len(scores.dims))
-        node = call(arranger.graph, CHOOSE_KEYS_CALL, *operands, *masking, *how, forced)
+        node = call(arranger.graph, CHOOSE_KEYS_CALL, *operands, *masking.arguments, *how, forced)
         for new in (node, *node.all_input_nodes):
             new.meta.setdefault("stack_trace", self.topk.meta.get("stack_trace"))
         return node

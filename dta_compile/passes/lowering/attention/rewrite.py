@@ -20,7 +20,8 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.ops.attention import BIAS, CALLS, SINKS, TABLE, TOKEN_SINKS, Masking
+from dta_compile.ops.attention import ATTENTION_MIXER, BIAS, CALLS, SINKS, TABLE, TOKEN_SINKS, Masking
+from dta_compile.ops.scoring import Scoring
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import call, may_have_gradient
 from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, DROPOUTS, MASKED_FILLS
@@ -143,7 +144,7 @@ class Attention:
     def called(cls, node: fx.Node) -> Attention:
         """Return the attention of a call, in terms of its operands before they were rearranged; raises `Mismatch`."""
         query, keys, values = map(Arranged.of, node.args[:3])
-        masking = Masking(*node.args[3:])
+        masking = Masking.of(ATTENTION_MIXER, node.args)
         batch, heads, tokens, depth = query.dims
         batch_of_keys, kv_heads, key, depth_of_keys = keys.dims
         unify(depth, depth_of_keys)
@@ -153,8 +154,8 @@ class Attention:
         groups = sizes(node.args[0])[1] / sizes(node.args[1])[1]
         unify(heads, kv_heads if groups == 1 else [*kv_heads, Factor(groups)])
         dims = [batch, heads, tokens, key]
-        cap = masking.softcap or None
-        scores = Scores(node, query, keys, depth, dims, masking.scale / (cap or 1.0), cap)
+        scale, cap = masking.scoring.scale, masking.scoring.softcap or None
+        scores = Scores(node, query, keys, depth, dims, scale / (cap or 1.0), cap)
         if masking.mask is not None:
             scores.masks.append(Arranged.within(masking.mask, dims))
         if masking.segments is not None or masking.window:
@@ -238,7 +239,7 @@ class Rewrite:
         values = self.arranger.arrange(found.values, [found.batch, heads, [found.key], leaves(found.features)])
         dtype = torch.promote_types(query.meta["val"].dtype, values.meta["val"].dtype)
         operands = [cast(one, dtype) for one in (query, keys, values)]
-        masking = Masking(self._mask(dtype), found.is_causal, None, 0, scale, scores.cap or 0.0)
+        masking = Masking(self._mask(dtype), found.is_causal, None, 0, Scoring(scale, scores.cap or 0.0))
         further = {}
         if scores.sinks is not None:
             by_token = bool(profiles or tables) or any(map(scores.sinks.has, self.rows))
@@ -248,7 +249,7 @@ class Rewrite:
             further[BIAS] = self._profile(profiles)
         elif tables:
             further[TABLE] = self._table(tables)
-        out = self.call(CALLS[tuple(further)], *operands, *further.values(), *masking)
+        out = self.call(CALLS[tuple(further)], *operands, *further.values(), *masking.arguments)
         dims = [found.batch, found.heads, [found.token], leaves(found.features)]
         self._replace(self.node, found.out, Arranged(cast(out, self.node.meta["val"].dtype), dims, dims))
 

@@ -15,9 +15,9 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
 
-from benchmarks.packed_tree import PackedTree, pack, split
-from benchmarks.trees import IntArray
-from benchmarks.workloads import FloatArray
+from benchmarks.batches.trees import IntArray
+from benchmarks.batches.workloads import FloatArray
+from benchmarks.methods.packed_tree import PackedTree, pack, split
 
 IMPLEMENTATION = "tree_mask"  # name in transformers' registry of attention functions
 BLOCK = 128

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from benchmarks.baselines import attention_per_sequence
+from benchmarks.methods.baselines import attention_per_sequence
 
 IMPLEMENTATION = "varlen"  # name in transformers' registry of attention functions
 CAUSAL = (-1, 0)  # window: all keys before a query, none behind it

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from benchmarks.baselines import (
+from benchmarks.methods.baselines import (
     checkpoint,
     dense,
     leaves,
@@ -19,9 +19,9 @@ from benchmarks.baselines import (
     sparse_checkpoint,
     varlen,
 )
-from benchmarks.compiled_dense import compiled_dense, compiled_packed, compiled_padded
-from benchmarks.ours import compiled, streaming
-from benchmarks.steps import ROW_TOKENS, Build
+from benchmarks.methods.compiled_dense import compiled_dense, compiled_packed, compiled_padded
+from benchmarks.methods.ours import compiled, streaming
+from benchmarks.methods.steps import ROW_TOKENS, Build
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from benchmarks.model import flops
-from benchmarks.trees import Counts, IntArray, count_sequences
-from benchmarks.workloads import Workload
+from benchmarks.batches.model import flops
+from benchmarks.batches.trees import Counts, IntArray, count_sequences
+from benchmarks.batches.workloads import Workload
 from dta_compile.data import bundled, load_rollouts, vocab_size
 
 PEAK_FLOPS = 989e12  # of an H100 or H200 in bfloat16, without sparsity

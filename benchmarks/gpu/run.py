@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.gpu_attention import KERNELS
-from benchmarks.gpu_checks import CHECKS
-from benchmarks.gpu_measure import measure, memory_follows_depth, replay_pays
-from benchmarks.gpu_methods import ABLATIONS, METHODS, ON_LOW_SHARING, GpuMethod, release_memory
-from benchmarks.gpu_models import Limits, Subject, batch_of, config_of, expected_seconds, operations
+from benchmarks.batches.workloads import Workload
+from benchmarks.gpu.attention import KERNELS
+from benchmarks.gpu.checks import CHECKS
+from benchmarks.gpu.measure import measure, memory_follows_depth, replay_pays
+from benchmarks.gpu.methods import ABLATIONS, METHODS, ON_LOW_SHARING, GpuMethod, release_memory
+from benchmarks.gpu.models import Limits, Subject, batch_of, config_of, expected_seconds, operations
 from benchmarks.gpu_report import GIB, LOW_SHARING, MEMORY_MODEL, VERDICTS, Check, GpuReport
-from benchmarks.measure import empty_result
-from benchmarks.memory import describe
-from benchmarks.results import Outcome, machine_facts
-from benchmarks.workloads import Workload
+from benchmarks.measuring.measure import empty_result
+from benchmarks.measuring.memory import describe
+from benchmarks.measuring.results import Outcome, machine_facts
 
 BROKEN = 75  # exit status: the device must be reopened
 ITEM_SECONDS = 300  # an item that runs longer is considered hung

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import Report, Result
+from benchmarks.measuring.results import Report, Result
 
 FAMILY_COLORS = {"dense": "#8c96a3", "tree mask": "#e08e3c", "dta": "#2a7f62"}
 # Methods drawn over sweeps besides `dense`; all methods at once would hide each other.

@@ -10,13 +10,13 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel, Qwen3Config
 
-from benchmarks import memory
-from benchmarks.methods import METHODS
-from benchmarks.model import build_model, flops, gradient_difference, gradients
-from benchmarks.results import Outcome, Result
-from benchmarks.steps import Build, Step
-from benchmarks.trees import ideal_speedup
-from benchmarks.workloads import Workload
+from benchmarks.batches.model import build_model, flops, gradient_difference, gradients
+from benchmarks.batches.trees import ideal_speedup
+from benchmarks.batches.workloads import Workload
+from benchmarks.measuring import memory
+from benchmarks.measuring.results import Outcome, Result
+from benchmarks.methods.steps import Build, Step
+from benchmarks.methods.table import METHODS
 
 TOLERANCE = 1e-4  # on the gradient difference of two float32 runs
 REFERENCE = "dense"

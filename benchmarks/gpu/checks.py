@@ -21,10 +21,10 @@ import torch
 from transformers import PreTrainedConfig, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
 
 import dta_compile
-from benchmarks.gpu_models import build_on
+from benchmarks.batches.model import token_logprobs
+from benchmarks.gpu.models import build_on
 from benchmarks.gpu_report import Check
-from benchmarks.model import token_logprobs
-from benchmarks.ours import compile_logprobs, replan
+from benchmarks.methods.ours import compile_logprobs, replan
 from dta_compile import records
 from dta_compile.runtime.calls.executor import Executor
 from dta_compile.runtime.path.stack import PathStack

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.gpu_methods import GpuMethod, GpuStep, clean, ours, release_memory
-from benchmarks.gpu_models import Limits, Subject, batch_of
+from benchmarks.batches.trees import build
+from benchmarks.batches.workloads import Workload
+from benchmarks.gpu.methods import GpuMethod, GpuStep, clean, ours, release_memory
+from benchmarks.gpu.models import Limits, Subject, batch_of
 from benchmarks.gpu_report import GIB, Check
-from benchmarks.results import Outcome
-from benchmarks.trees import build
-from benchmarks.workloads import Workload
+from benchmarks.measuring.results import Outcome
 
 TIMED = 3  # timed steps
 LONG = 12.0  # seconds: a step this long is timed once, one half as long twice

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from benchmarks.trees import IntArray, neighbours
-from benchmarks.workloads import FloatArray
+from benchmarks.batches.trees import IntArray, neighbours
+from benchmarks.batches.workloads import FloatArray
 
 TOKEN_LIMIT = 16_384  # tokens per row: the mask of such a row has 1 GiB
 

@@ -15,11 +15,11 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from benchmarks.model import LogProbs, label_logprobs, token_logprobs
-from benchmarks.packed_tree import PackedTree, pack, split
-from benchmarks.steps import Prepare, Row, Step, concatenated, fill_rows, rectangle_of, row_of
-from benchmarks.trees import IntArray, count_sequences, neighbours
-from benchmarks.workloads import FloatArray, Workload
+from benchmarks.batches.model import LogProbs, label_logprobs, token_logprobs
+from benchmarks.batches.trees import IntArray, count_sequences, neighbours
+from benchmarks.batches.workloads import FloatArray, Workload
+from benchmarks.methods.packed_tree import PackedTree, pack, split
+from benchmarks.methods.steps import Prepare, Row, Step, concatenated, fill_rows, rectangle_of, row_of
 from dta_compile.capture.recurrences import DEFINITIONS
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.model import VOCABULARY
-from benchmarks.trees import TREES, Counts, IntArray, build, count_sequences
+from benchmarks.batches.model import VOCABULARY
+from benchmarks.batches.trees import TREES, Counts, IntArray, build, count_sequences
 from dta_compile.data import bundled, load_rollouts, vocab_size
 
 FloatArray = npt.NDArray[np.float32]

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from benchmarks.baselines import one_by_one
-from benchmarks.model import LogProbs, label_logprobs
-from benchmarks.steps import Prepare, Row, Step, concatenated, fill_rows, rectangle_of
-from benchmarks.workloads import Workload
+from benchmarks.batches.model import LogProbs, label_logprobs
+from benchmarks.batches.workloads import Workload
+from benchmarks.methods.baselines import one_by_one
+from benchmarks.methods.steps import Prepare, Row, Step, concatenated, fill_rows, rectangle_of
 
 CAUSAL, PER_SEQUENCE = "causal_without_mask", "causal_per_sequence"  # names that transformers gives no meaning to
 aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""Turn a plan into the columns of an HTML page (`views.page`): tree, schedule, and data of its sequences."""
+"""Turn a plan into the columns of an HTML page (`page`): tree, schedule, and data of its sequences."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dta_compile.errors import PlanError
+from dta_compile.plan import Plan
 from dta_compile.plan.cost import Limits
 from dta_compile.plan.dealing import Dealing
 from dta_compile.plan.events import Held, interpret
@@ -57,25 +58,18 @@ class Known:
     device: tuple[str, float, float] | None = None
 
 
-def picture(
-    tree: PrefixTree,
-    schedule: Schedule,
-    limits: Limits,
-    facts: Mapping[str, Any],
-    known: Known,
-    title: str,
-    dealing: Dealing | None = None,
-    rank: int = 0,
-) -> str:
+def picture(plan: Plan, title: str, *data: Any) -> str:
     """Return the text of the page.
 
     Args:
-        facts: figures and texts that are shown as they are.
-        dealing: pieces of the tree over ranks, of which the schedule runs those of `rank`.
+        data: what is known of the sequences, the attributes of `Known`.
 
     Raises:
-        PlanError: `known` does not fit the plan's sequences.
+        PlanError: the data do not fit the plan's sequences.
     """
+    tree, schedule, limits, known = plan.prefix_tree, plan.schedule, plan.limits, Known(*data)
+    facts = {"summary": str(plan), "stats": dataclasses.asdict(plan.stats), "shared": tree.shared}
+    dealing, rank = plan.dealing, plan.rank
     columns = _segments(tree) | _ops(tree, schedule, dealing, rank) | _levels(tree, schedule, limits)
     columns |= _outcomes(tree, known) | _causes(tree, known)
     names = None if known.names is None else [str(name) for name in _counted("names", known.names, tree)]

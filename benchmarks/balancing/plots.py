@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
-    from benchmarks.balancing import Outcome, Result
+    from benchmarks.balancing.compare import Outcome, Result
 
 COLORS = {
     "dta": "#1d5fa8",

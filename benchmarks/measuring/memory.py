@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.methods import METHODS
-from benchmarks.model import build_model
-from benchmarks.workloads import Workload, tiny
+from benchmarks.batches.model import build_model
+from benchmarks.batches.workloads import Workload, tiny
+from benchmarks.methods.table import METHODS
 
 EXIT_SECONDS = 10  # most seconds for the exit of a process that has sent its figure
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.trees import IntArray
-from benchmarks.workloads import FloatArray, Workload
+from benchmarks.batches.trees import IntArray
+from benchmarks.batches.workloads import FloatArray, Workload
 
 ROW_TOKENS = 8192  # most tokens of a row of concatenated sequences
 

@@ -27,18 +27,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from benchmarks.baselines import merge_into_leaves
-from benchmarks.flex_tree import IMPLEMENTATION as TREE_MASK
-from benchmarks.flex_tree import Prepared, prepared_trees
-from benchmarks.gpu_models import Limits, Subject, expected_seconds, operations
-from benchmarks.memory import describe
-from benchmarks.model import label_logprobs
-from benchmarks.ours import compile_logprobs, forget_replays, replan
-from benchmarks.packed_tree import split
-from benchmarks.steps import Row, Step, concatenated, fill_rows, rectangle_of, row_of
-from benchmarks.trees import IntArray, count_sequences
-from benchmarks.varlen import IMPLEMENTATION as SIDE_BY_SIDE
-from benchmarks.workloads import FloatArray, Workload, tiny
+from benchmarks.batches.model import label_logprobs
+from benchmarks.batches.trees import IntArray, count_sequences
+from benchmarks.batches.workloads import FloatArray, Workload, tiny
+from benchmarks.gpu.models import Limits, Subject, expected_seconds, operations
+from benchmarks.measuring.memory import describe
+from benchmarks.methods.baselines import merge_into_leaves
+from benchmarks.methods.flex_tree import IMPLEMENTATION as TREE_MASK
+from benchmarks.methods.flex_tree import Prepared, prepared_trees
+from benchmarks.methods.ours import compile_logprobs, forget_replays, replan
+from benchmarks.methods.packed_tree import split
+from benchmarks.methods.steps import Row, Step, concatenated, fill_rows, rectangle_of, row_of
+from benchmarks.methods.varlen import IMPLEMENTATION as SIDE_BY_SIDE
 from dta_compile.options import Options
 
 Pair = tuple[IntArray, FloatArray]  # a sequence and the weights of its log-probs

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.gpu_report import Check
 from dta_compile.errors import OptionError
+from dta_compile.ops.scoring import Scoring
 from dta_compile.plan import Segment
 from dta_compile.runtime.attention import triton
 from dta_compile.runtime.attention.interface import Operands, Provider
@@ -84,7 +85,7 @@ def _operands(shape: ChunkShape, device: torch.device) -> tuple[Operands, torch.
 
     tokens = (random(heads, shape.tokens) for heads in (HEADS, KV_HEADS, KV_HEADS))
     above = (random(KV_HEADS, shape.start) for _ in range(2))
-    x = Operands(*tokens, *above, chunk=shape, table=lambda: shape.table(device), scale=WIDTH**-0.5, limit=None)
+    x = Operands(*tokens, *above, shape, lambda: shape.table(device), Scoring(WIDTH**-0.5), None)
     return x, random(HEADS, shape.tokens)
 
 

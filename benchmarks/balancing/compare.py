@@ -14,7 +14,6 @@ import dataclasses
 import gc
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,8 +23,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.partitions import METHODS, Batch, IntArray, Partition, TooLarge
-from benchmarks.pools import Shape, generate
+from benchmarks.balancing.partitions import METHODS, Batch, IntArray, Partition, TooLarge
+from benchmarks.balancing.pools import Shape, generate
 from dta_compile.data import bundled, load_rollouts
 from dta_compile.plan import CostModel, Work, lexicographic_order, plan
 
@@ -234,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         target.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1) + "\n")
     console.print(str(target))
     try:
-        from benchmarks.balancing_plots import draw
+        from benchmarks.balancing.plots import draw
     except ImportError:
         console.print("no plots without matplotlib: pip install '.[bench]'", style="yellow")
         return 0
@@ -259,7 +258,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--schedule-tokens", type=int, default=5_000_000, metavar="N", help=text)
     parser.add_argument("--output", type=Path, default=Path("build/balancing"), help="default: %(default)s")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

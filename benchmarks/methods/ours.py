@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 import dta_compile
-from benchmarks.model import LogProbs, token_logprobs
-from benchmarks.steps import Build, Prepare, Step, rectangle_of
-from benchmarks.workloads import Workload
+from benchmarks.batches.model import LogProbs, token_logprobs
+from benchmarks.batches.workloads import Workload
+from benchmarks.methods.steps import Build, Prepare, Step, rectangle_of
 from dta_compile import records
 
 

@@ -19,7 +19,7 @@ most `--max-tokens`, and a step over its tree takes at most `--tree-seconds` by 
 slow: beyond `--dense-seconds` only every n-th sequence by length runs, and the time is scaled by the number of
 operations (the tables say so). Memory peaks are `torch.cuda.max_memory_allocated` of the timed steps, including weights
 and gradients. Tokens per second count all tokens of all sequences; MFU is relative to 989 TFLOP/s, by the operations of
-all sequences and by those of the tree. `benchmarks/gpu_methods.py` says how the rivals are tuned.
+all sequences and by those of the tree. `benchmarks/gpu/methods.py` says how the rivals are tuned.
 
 This process never opens the GPU: a child process does, and is restarted if an error leaves the device unusable.
 """
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _work(arguments: argparse.Namespace) -> int:
-    from benchmarks.gpu_run import run  # imported here: torch takes seconds
+    from benchmarks.gpu.run import run  # imported here: torch takes seconds
 
     return run(arguments)
 
@@ -120,7 +120,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--keep-failures", action="store_true", help=argparse.SUPPRESS)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,245 @@
+"""Choose strategy, chunk size and sweep for a batch, by the cost model."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dta_compile.options import Options
+from dta_compile.plan.balance import balance
+from dta_compile.plan.cost import Limits
+from dta_compile.plan.events import Work
+from dta_compile.plan.keep import choose_keep, spend_rest
+from dta_compile.plan.peak_memory import bytes_of_halves
+from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule
+from dta_compile.plan.schedule import SWEEPS, GroupOps, Schedule
+from dta_compile.plan.simulate import Simulation, causal_pairs, simulate
+from dta_compile.plan.states import with_states
+from dta_compile.plan.tree.chunk_tree import chunk_size_of, chunk_tree
+from dta_compile.plan.tree.prefix_tree import PrefixTree
+
+CANDIDATES = ("packed", "dfs", "vanilla", "dense")  # the first one wins a tie
+LEAST_GAIN = 0.03  # share of the estimated seconds that larger chunks, which need more memory, must save
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Candidate schedule with its tree, the limits for that tree, and its counts."""
+
+    tree: PrefixTree
+    limits: Limits
+    schedule: Schedule
+    simulation: Simulation
+
+    @classmethod
+    def of(cls, tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Choice:
+        """Return the schedule of a strategy over a shared tree, or over the unshared one if it is dense."""
+        if options.strategy == "dense" and tree.shared:
+            unshared = tree.unshared()
+            tree, limits = unshared, limits.unshared(tree, unshared)
+        schedule = _build(tree, options, mode, limits)
+        return cls(tree, limits, schedule, simulate(tree, schedule, limits.head_starts))
+
+    @property
+    def seconds(self) -> float:
+        return self.limits.cost.estimate(self.simulation)
+
+    @property
+    def peak(self) -> float:
+        """Peak bytes, without outputs."""
+        parts, stack_tokens = self.limits.parts_of(self.schedule.sweep), self.simulation.peak_stack_tokens
+        return max(bytes_of_halves(self.tree, self.schedule, parts, stack_tokens, self.limits.head_starts))
+
+
+def choose_lazily(
+    tree: PrefixTree, options: Options, mode: str, limits: Limits | None = None
+) -> tuple[Choice, Callable[[], str]]:
+    """Choose strategy, chunk size and sweep, as asked for or else the cheapest, and say why.
+
+    A strategy that must hold graphs of more bytes than the budget plus one chunk is no candidate ("vanilla" alone can).
+    Strategies are planned only if a lower bound of their cost does not rule them out; the reason, which names all
+    costs, is computed when it is called. The strategy is chosen with the smallest chunk size; a larger size is taken if
+    it is cheaper by 3%.
+
+    Stages are swept where that is cheaper. Each sweep is given the memory that is free for it; if the user set the
+    budget, both get the same memory: the peak of the leaner sweep that keeps nothing, plus the budget. Sweeps are not
+    compared if a sweep of chunks recomputes nothing within the free memory.
+    """
+    limits = limits or Limits()
+    if options.sweep != "auto":
+        best, reason = _choose_for_sweep(tree, options, mode, limits.of_sweep(options.sweep))
+    else:
+        best, reason = _choose_for_sweep(tree, dataclasses.replace(options, sweep="chunks"), mode, limits)
+        if mode == "transparent" and _may_sweep_stages(best, limits):
+            of_strategy = dataclasses.replace(options, strategy=best.schedule.strategy)
+            best, why = _best_sweep(tree, of_strategy, mode, limits)
+            return best, lambda: reason() + why
+    return best, reason
+
+
+def _may_sweep_stages(by_chunks: Choice, limits: Limits) -> bool:
+    if len(limits.parts) < 2 or limits.budget is None or not by_chunks.tree.num_rows:
+        return False
+    return limits.is_asked_for or by_chunks.simulation.recomputed_tokens > 0
+
+
+def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> tuple[Choice, str]:
+    """Return the cheaper sweep of one strategy, and a reason that names the least bytes that each sweep needs."""
+    assert limits.budget is not None
+
+    def chosen(sweep: str, budget: int) -> Choice:
+        known = dataclasses.replace(limits.of_sweep(sweep), budget=budget)
+        return _choose_for_sweep(tree, dataclasses.replace(options, sweep=sweep), mode, known)[0]
+
+    nothing = {sweep: chosen(sweep, 0) for sweep in SWEEPS}
+    least = {sweep: choice.peak for sweep, choice in nothing.items()}
+    left = {sweep: int(min(least.values()) + limits.budget - least[sweep]) for sweep in SWEEPS}
+    free = {sweep: limits.of_sweep(sweep).budget or 0 for sweep in SWEEPS}
+    if not limits.is_asked_for and any(free.values()):  # a sweep with nothing free is out: its least may not fit
+        left = {sweep: budget or -1 for sweep, budget in free.items()}
+        if nothing["stages"].schedule.groups:  # as many groups as fit
+            left["stages"] = 0
+    choices = [chosen(sweep, left[sweep]) if left[sweep] else nothing[sweep] for sweep in SWEEPS if left[sweep] >= 0]
+    best = min(choices, key=lambda choice: choice.seconds)
+    bytes_of_both = ", ".join(f"{sweep} {size / 2**20:,.0f} MiB" for sweep, size in least.items())
+    return best, f"; sweeps {best.schedule.sweep}: at least {bytes_of_both}"
+
+
+def _choose_for_sweep(
+    tree: PrefixTree, options: Options, mode: str, limits: Limits
+) -> tuple[Choice, Callable[[], str]]:
+    """Choose strategy and chunk size for one sweep (see `choose_lazily`)."""
+    sizes = limits.chunk_sizes if options.chunk_size is None else (options.chunk_size,)
+    options = dataclasses.replace(options, chunk_size=sizes[0])
+    if options.strategy == "auto":
+        best, reason = _cheapest_strategy(tree, options, mode, limits)
+    else:
+        best, reason = Choice.of(tree, options, mode, limits), lambda: "asked for"
+    strategy, larger_sizes = best.schedule.strategy, ""
+    for size in sizes[1:] if strategy != "dense" else ():
+        if best.tree.num_rows <= best.schedule.chunk_size:
+            break
+        larger = dataclasses.replace(options, strategy=strategy, chunk_size=size)
+        choice = Choice.of(tree, larger, mode, limits)
+        if choice.seconds < (1 - LEAST_GAIN) * best.seconds:
+            before, relative = best.schedule.chunk_size, choice.seconds / best.seconds
+            larger_sizes += f"; chunks of {size:,} {relative:.2f} of {before:,}"
+            best = choice
+    return best, lambda: reason() + larger_sizes
+
+
+def _cheapest_strategy(
+    tree: PrefixTree, options: Options, mode: str, limits: Limits
+) -> tuple[Choice, Callable[[], str]]:
+    bounds = _lower_bounds(tree, options, mode, limits)
+
+    def priced(strategy: str) -> tuple[Choice, str]:
+        """Return a candidate, and by how much it exceeds the budget: only vanilla does not keep to it."""
+        choice = Choice.of(tree, dataclasses.replace(options, strategy=strategy), mode, limits)
+        return choice, _excess(choice.simulation, options, limits) if strategy == "vanilla" else ""
+
+    best, _ = priced(CANDIDATES[0])
+    for strategy in CANDIDATES[1:]:
+        if bounds[strategy] < best.seconds:
+            choice, excess = priced(strategy)
+            best = choice if choice.seconds < best.seconds and not excess else best
+
+    def reason() -> str:
+        costs, refused = {}, ""
+        for strategy in CANDIDATES:
+            if strategy == "dense" and bounds[strategy] > best.seconds:  # as long as the unshared batch to plan
+                costs["dense >="] = bounds[strategy]
+                continue
+            choice, excess = priced(strategy)
+            if excess:
+                refused += f"; {strategy} holds graphs of {excess}"
+            else:
+                costs[strategy] = choice.seconds
+        relative = ", ".join(f"{name} {cost / best.seconds if best.seconds else 1:.2f}" for name, cost in costs.items())
+        return f"auto, by estimated cost ({limits.cost.source}): {relative}{refused}"
+
+    return best, reason
+
+
+def _lower_bounds(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> dict[str, float]:
+    """Return for each candidate seconds that none of its schedules falls below.
+
+    Without packing a chunk is one slice, so that each leaf needs one.
+    """
+    slices = max(len(tree.leaves), -(-tree.num_rows // chunk_size_of(tree, options)))
+    heads = tree.num_rows if limits.head_starts is None else int(limits.head_starts[-1])
+    pairs = causal_pairs(tree.stop) - causal_pairs(tree.start)
+    launches, tokens = int((-(-tree.lengths // options.chunk_tokens)).sum()), int(tree.lengths.sum())
+
+    def seconds(once: Work) -> float:
+        return limits.cost.forward.seconds(once) + (0.0 if mode == "score" else limits.cost.backward.seconds(once))
+
+    single = seconds(Work(slices, slices, tree.num_rows, pairs, heads))
+    dense = seconds(Work(launches, launches, tokens, causal_pairs(tree.lengths), 0))
+    return {"packed": 0.0, "dfs": single, "vanilla": single, "dense": dense}
+
+
+def _build(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Schedule:
+    has_states = limits.footprint.has_states
+    chunks = chunk_tree(tree, options, has_states)
+    keep = KEEP_ALL
+    if mode == "transparent":
+        known = (limits.budget, limits.footprint, limits.cost, limits.head_starts)
+        keep = choose_keep(tree, options, chunks, *known)
+
+    def built(keep: Keep) -> Schedule:
+        schedule = build_schedule(tree, options, mode, keep, chunks)
+        return with_states(tree, schedule) if has_states else schedule
+
+    usual = built(keep)
+    if mode != "transparent" or options.sweep != "stages":
+        return usual
+    sent = sum(part.sent for part in limits.parts)
+    least = options.groups or 1
+    if max(limits.groups, least) > 1 or (limits.room is not None and tree.num_rows * sent > limits.room):
+        groups = _groups(tree, limits, sent, least)
+        if len(groups) > 1:
+            return usual.in_groups(_group_ops(group, tree.of(group), options, limits) for group in groups)
+    if limits.budget is None or not limits.parts:
+        return usual
+    layers, of_last = spend_rest(tree, chunks, keep, limits)
+    others = len(limits.parts) - 1 - layers
+    return usual.with_parts([(others, usual), (layers, built(KEEP_ALL) if layers else usual), (1, built(of_last))])
+
+
+def _groups(tree: PrefixTree, limits: Limits, sent: float, least: int) -> list[list[int]]:
+    """Divide the sequences into the fewest groups of which each passes few enough bytes (`sent` a token) to fit.
+
+    If ranks agreed on a number, it is that number: with another, they would wait for each other's collectives forever.
+    """
+    if limits.groups > 1:
+        return balance(tree, limits.groups, contiguous=True)
+    most = max(int(np.count_nonzero(tree.lengths)), least)
+    room = max(math.inf if limits.room is None else limits.room, int(tree.lengths.max(initial=0)) * sent, 1.0)
+    number = min(max(math.ceil(tree.num_rows * sent / room), least), most)
+    while True:
+        groups = balance(tree, number, contiguous=True)
+        largest = max(tree.of(group).num_rows for group in groups) * sent
+        if largest <= room or number == most:
+            return groups
+        number = min(max(number + 1, int(number * largest / room)), most)
+
+
+def _group_ops(group: Sequence[int], tree: PrefixTree, options: Options, limits: Limits) -> GroupOps:
+    chunks = chunk_tree(tree, options, limits.footprint.has_states)
+    schedule = build_schedule(tree, options, "transparent", KEEP_NOTHING, chunks)
+    return GroupOps(tuple(group), (with_states(tree, schedule) if limits.footprint.has_states else schedule).ops)
+
+
+def _excess(simulation: Simulation, options: Options, limits: Limits) -> str:
+    """Say by how much live graphs exceed the budget; return an empty string if they do not."""
+    if limits.budget is None:
+        return ""
+    per_token = limits.footprint.graph_token + limits.footprint.graph_head
+    left = limits.budget - limits.footprint.state * simulation.peak_states
+    allowed = max(int(left / per_token), options.chunk_tokens)
+    held = simulation.peak_live_tokens
+    return f"{held:,} > {allowed:,} tokens" if held > allowed + options.chunk_tokens else ""

@@ -203,6 +203,8 @@ def insertions_of(graph: fx.Graph) -> Iterator[_Insertion]:
     """Yield the nodes that put features at placeholder tokens which are not computed from the media."""
     media: dict[fx.Node, frozenset[fx.Node]] = {}  # the data that a value depends on
     written: dict[Any, frozenset[fx.Node]] = {}  # the data that was written to memory
+    if not any(True for node in graph.nodes for _ in _candidates(node)):
+        return
     writes = writes_of(graph)
 
     def now(node: fx.Node) -> frozenset[fx.Node]:

@@ -216,7 +216,7 @@ class Executable(HasMixers):
         comparison: facts for the self-check.
         regions: number of operators in the prologue, trunk, head and epilogue.
         dense_layer: the user's line of a layer that runs in the epilogue, over all sequences; None if there is none.
-        chunk_digest: hash of the text of the chunk graph.
+        chunk_digest: hash of the text of the chunk's graphs.
         seconds: time of each pass, by name.
     """
 

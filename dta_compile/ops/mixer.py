@@ -131,11 +131,15 @@ class Mixer:
 
 
 MIXERS: dict[Any, Mixer] = {}  # by the operator `call`; filled while modules are imported
+_OF_CHUNK: dict[object, Mixer] = {}  # by the operator `chunk`
+_OF_BACKWARD: dict[object, Mixer] = {}
 
 
 def register_mixer(mixer: Mixer) -> Mixer:
     """Register a mixer, so that graphs with it run over a tree; `runtime.calls.mixers.RUNTIMES` computes it there."""
     MIXERS[mixer.call] = mixer
+    _OF_CHUNK.setdefault(mixer.chunk, mixer)
+    _OF_BACKWARD.setdefault(mixer.backward, mixer)
     return mixer
 
 
@@ -146,12 +150,12 @@ def _registered(call: str) -> Mixer:
 
 def mixer_of_chunk(target: object) -> Mixer | None:
     """Return the mixer with this `chunk` operator, or None."""
-    return next((mixer for mixer in MIXERS.values() if mixer.chunk is target), None)
+    return _OF_CHUNK.get(target)
 
 
 def mixer_of_backward(target: object) -> Mixer | None:
     """Return the mixer with this `backward` operator, or None."""
-    return next((mixer for mixer in MIXERS.values() if mixer.backward is target), None)
+    return _OF_BACKWARD.get(target)
 
 
 def has_several_results(operator: OpOverload) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from dta_compile.torch_compat.tensors import FakeTensorMode, enable_python_dispatcher
-from dta_compile.torch_compat.tracing import proxy_tensor
+from dta_compile.torch_compat.tracing import proxy_tensor, use_lazy_graph_modules
 
 
 @contextlib.contextmanager
@@ -28,6 +28,7 @@ def tracing(mode: FakeTensorMode | None) -> Iterator[None]:
             stack.enter_context(attribute_set(mode, "cache_enabled", False))
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(fx.traceback.preserve_node_meta())
+        stack.enter_context(use_lazy_graph_modules(True))  # most traces are rewritten before they run, or never run
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         stack.enter_context(attribute_set(proxy_tensor, "_extract_tensor_metadata", lambda value: None))

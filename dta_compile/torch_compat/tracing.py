@@ -7,6 +7,7 @@ with needed_for("tracing graphs of operators"):
     from torch._guards import TracingContext
     from torch._guards import tracing as in_context
     from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_modules
     from torch.fx.experimental import proxy_tensor
     from torch.fx.experimental.proxy_tensor import (
         get_proxy_mode,

@@ -14,6 +14,7 @@ from torch import fx
 
 from dta_compile.executable.layouts import InputKind
 from dta_compile.passes.axes.layouts import argument, is_tensor
+from dta_compile.passes.graphs.nodes import erase_unused
 from dta_compile.passes.program import Program, has_tensor
 from dta_compile.passes.symbols import free_symbols, sizes
 
@@ -43,6 +44,8 @@ def index_position_tables(program: Program) -> None:
         if looked_up := _rows_of_embedding(node, tables):
             picked[node] = looked_up
             continue
+        if node.target is not aten.cat.default and _selected_dim(node) is None:
+            continue
         with program.graph.inserting_before(node):
             source = _rows_of(node, tables, picked)
             if source is None:
@@ -54,7 +57,7 @@ def index_position_tables(program: Program) -> None:
         program.graph.erase_node(node)
     if picked:
         kept = {*program.draws, *program.asserted}
-        program.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in kept)
+        erase_unused(program.graph, lambda node: node.op in ("placeholder", "output") or node in kept)
 
 
 def _rows_of_embedding(node: fx.Node, tables: set[fx.Node]) -> _Picked | None:

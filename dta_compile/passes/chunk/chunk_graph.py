@@ -18,7 +18,7 @@ from dta_compile.errors import RefusalError
 from dta_compile.executable.layouts import Axis, Flat, InputKind, Layout
 from dta_compile.ops.mixer import has_several_results
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.graphs.nodes import is_uniform
+from dta_compile.passes.graphs.nodes import erase_unused, is_uniform
 from dta_compile.passes.graphs.operators import OF_TWO_TENSORS, SQUEEZES, TAKE_A_SHAPE
 from dta_compile.passes.graphs.subgraph import graph_module
 from dta_compile.passes.program import ChunkInput, Program, has_tensor, where
@@ -72,7 +72,7 @@ class _Builder:
             self._copy(node)
         outputs = [self._rows_first(self._read(value.node, True), value.layout) for value in program.frontier]
         self.graph.output(tuple(outputs))
-        self.graph.eliminate_dead_code()
+        erase_unused(self.graph)
         return self.graph
 
     def _parameters(self, region: list[fx.Node]) -> list[Any]:

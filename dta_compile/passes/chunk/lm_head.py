@@ -8,7 +8,7 @@ values `[h, V]`: logits, their cast to float32, log-probs until the backward, an
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,15 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.lm_head.operators import LINEAR_CROSS, LINEAR_LOG_PROB, LINEAR_TOP, Further, Head, Results
+from dta_compile.ops.mixer import mixer_of_chunk
 from dta_compile.passes.chunk.chunk_graph import fake_inputs, free_sizes
 from dta_compile.passes.chunk.vocabulary import CAST, TOPS, Kind, Reading, Reduction, Scaling, Step, top_dim
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.graphs.nodes import descendants, swaps
+from dta_compile.passes.graphs.nodes import descendants, erase_unused, swaps
 from dta_compile.passes.graphs.operators import LINEAR_LAYERS, TRANSPOSITIONS
 from dta_compile.passes.program import Program, ancestors
 from dta_compile.torch_compat.sizes import ShapeEnv
-from dta_compile.torch_compat.tensors import DisableAutocast, FakeTensorMode, enable_python_dispatcher
+from dta_compile.torch_compat.tensors import DisableAutocast, FakeTensorMode, enable_python_dispatcher, pytree
 
 aten = torch.ops.aten
 # The backward recomputes the logits, a fourth matrix product beside three. From about this size on that costs less than
@@ -61,7 +62,7 @@ def lm_head(program: Program) -> None:
             for scaling in dict.fromkeys(reduction.meaning.scaling for reduction in reductions):
                 own = [reduction for reduction in reductions if reduction.meaning.scaling == scaling]
                 _Fusion(linear, scaling, own).replace()
-    graph.eliminate_dead_code()
+    erase_unused(graph)
     graph.lint()
     program.chunk.recompile()
 
@@ -118,7 +119,31 @@ def _propagate(program: Program) -> None:
     shape_env = ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     with mode, enable_python_dispatcher(), DisableAutocast(), torch.no_grad():
-        FakeTensorProp(program.chunk, mode).propagate_dont_convert_inputs(*fake_inputs(program, *free_sizes(shape_env)))
+        _Propagation(program.chunk, mode).propagate_dont_convert_inputs(*fake_inputs(program, *free_sizes(shape_env)))
+
+
+class _Propagation(FakeTensorProp):
+    """Propagates fake tensors, those alike as one, so that it computes the values of layers that are copies once."""
+
+    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
+        super().__init__(module, mode)
+        self.known: dict[Hashable, tuple[Any, Any]] = {}  # results stay alive, so that their ids are unique
+        self.firsts: dict[Hashable, torch.Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        args = n.args[1:] if mixer_of_chunk(n.target) else n.args  # without the number of the layer
+        key = n.target, repr(fx.node.map_arg((args, n.kwargs), lambda arg: f"\0{id(self.env[arg])}"))
+        if key not in self.known:
+            result = pytree.tree_map_only(torch.Tensor, self._first_like, super().run_node(n))
+            self.known[key] = result, n.meta["val"]
+        result, n.meta["val"] = self.known[key]
+        return result
+
+    def _first_like(self, value: torch.Tensor) -> torch.Tensor:
+        facts = str(value.shape), str(value.stride()), value.dtype, value.device, id(getattr(value, "constant", None))
+        return self.firsts.setdefault(facts, value)
 
 
 def _trained(program: Program) -> set[fx.Node]:

@@ -16,7 +16,7 @@ from dta_compile.executable.layouts import Layout
 from dta_compile.passes.axes.layouts import memory_order
 from dta_compile.passes.axes.shape_rules import factors
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.graphs.nodes import SizeNodes, call, may_have_gradient
+from dta_compile.passes.graphs.nodes import SizeNodes, call, erase_unused, may_have_gradient
 from dta_compile.passes.graphs.operators import DROPOUTS, MATRIX_PRODUCTS
 from dta_compile.passes.graphs.subgraph import bytes_per_token, cheapest_cut, is_per_token
 from dta_compile.passes.masks.entries import leaves_of_masks
@@ -35,7 +35,7 @@ aten = torch.ops.aten
 def regions(program: Program) -> None:
     """Fill `program.region`, `.frontier` and `.dense_layer`."""
     kept = {*leaves_of_masks(program), *program.draws, *program.asserted}
-    program.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in kept)
+    erase_unused(program.graph, lambda node: node.op in ("placeholder", "output") or node in kept)
     live = [node for node in program.graph.nodes if node in program.parameter_dependent and node.op != "placeholder"]
     before_last_mixer = ancestors(list(program.mixer_nodes)) & set(live)
     for node in program.graph.nodes:

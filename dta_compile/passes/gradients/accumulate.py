@@ -17,7 +17,7 @@ from dta_compile.ops.experts.operators import EXPERT_PRODUCTS, EXPERT_PRODUCTS_
 from dta_compile.ops.lm_head.operators import IN_PLACE, Wanted
 from dta_compile.ops.products import ADD_PRODUCT
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.graphs.nodes import call, is_item, swaps
+from dta_compile.passes.graphs.nodes import call, erase_unused, is_item, swaps
 from dta_compile.passes.graphs.operators import TRANSPOSITIONS
 from dta_compile.passes.program import Program, output_node, writes_in_place
 
@@ -55,7 +55,7 @@ def _accumulate(module: fx.GraphModule, are_parameters: Sequence[bool]) -> None:
             # A gradient may be a placeholder that a stage passes on; accumulators come after all of these.
             with graph.inserting_before(first_call if part.op == "placeholder" else part.next):
                 _add(graph, accumulator, part)
-    graph.eliminate_dead_code(is_impure_node=_has_side_effects)
+    erase_unused(graph, _has_side_effects)
     module.recompile()
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from dta_compile.ops.collectives import SAME_ON_RANKS
-from dta_compile.passes.graphs.nodes import call, filled_with, is_pointwise, replace_nodes
+from dta_compile.passes.graphs.nodes import call, erase_unused, filled_with, is_pointwise, replace_nodes
 from dta_compile.passes.graphs.operators import ALIASES, EXCHANGES, SCALINGS
 from dta_compile.passes.graphs.storage import same_memory_format
 from dta_compile.passes.symbols import sizes
@@ -30,7 +30,7 @@ def simplify(graph: fx.Graph) -> None:
         return replacement if replacement is not None and _fits(node, replacement) else None
 
     replace_nodes(graph, simplified)
-    graph.eliminate_dead_code()
+    erase_unused(graph)
 
 
 def _fits(node: fx.Node, replacement: fx.Node) -> bool:

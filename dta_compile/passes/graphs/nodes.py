@@ -56,6 +56,17 @@ def replace_nodes(graph: fx.Graph, rule: Callable[[fx.Node], fx.Node | None]) ->
             graph.erase_node(node)
 
 
+def erase_unused(graph: fx.Graph, has_effects: Callable[[fx.Node], bool] = fx.Node.is_impure) -> None:
+    """Erase nodes without users and side effects; random ops have such, whatever inductor's configuration says.
+
+    Torch's `eliminate_dead_code` asks all nodes for side effects, not only the unused ones, which takes most of its
+    time, and checks the order of nodes.
+    """
+    for node in reversed(graph.nodes):
+        if not node.users and not has_effects(node):
+            graph.erase_node(node)
+
+
 def full_for(node: fx.Node, shape: list[Any], number: Any) -> fx.Node:
     """Insert a constructor of a value with the dtype and device of a node's, filled with one number."""
     value = node.meta["val"]

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
-from dta_compile.passes.graphs.nodes import SizeNodes, call, descendants, is_pointwise
+from dta_compile.passes.graphs.nodes import SizeNodes, call, descendants, erase_unused, is_pointwise
 from dta_compile.passes.graphs.operators import CASTS, COPIES, MATRIX_PRODUCTS, RESHAPES, TAKE_A_SHAPE
 from dta_compile.passes.lowering.attention.distances import positions
 from dta_compile.passes.lowering.next_tokens import COPIED, CannotResize, all_sizes, resized
@@ -63,7 +63,7 @@ def join_tokens(graph: fx.Graph, parameters: Collection[fx.Node]) -> None:
             while (last := last.next) is not node:
                 last.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
         node.replace_all_uses_with(joined)
-    graph.eliminate_dead_code(fx.Node.is_impure)
+    erase_unused(graph)
 
 
 class _Joined:

@@ -29,7 +29,7 @@ from dta_compile.ops.collectives import SAME_ON_RANKS
 from dta_compile.ops.library import STOP_GRADIENT, DrawCapture, is_random
 from dta_compile.passes.axes.layouts import mixer_calls
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.graphs.nodes import descendants, sizes_from_inputs
+from dta_compile.passes.graphs.nodes import descendants, erase_unused, sizes_from_inputs
 from dta_compile.passes.graphs.storage import write_to_new_values
 from dta_compile.passes.lowering import decompositions, row_loops
 from dta_compile.passes.lowering.attention.choices import recognise_choices
@@ -108,7 +108,7 @@ def lower(program: Program) -> None:
     shifts_to_mixers(module.graph, _inputs(module, program, *TRAINED))
     sizes_from_inputs(module.graph)
     merge_equal_values(module.graph, _inputs(module, program, *TRAINED))
-    module.graph.eliminate_dead_code(fx.Node.is_impure)  # random ops are impure, whatever inductor's config says
+    erase_unused(module.graph)
     module.recompile()
     _refuse_numbers(program.captured, module.graph)
     program.module, program.written = module, written

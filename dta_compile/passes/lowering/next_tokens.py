@@ -25,7 +25,7 @@ from dta_compile.ops.experts.operators import EXPERT_LINEAR, EXPERT_SUM
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.ops.scoring import UNSCALED, Scoring
 from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
-from dta_compile.passes.graphs.nodes import SizeNodes, call, descendants, is_pointwise
+from dta_compile.passes.graphs.nodes import SizeNodes, call, descendants, erase_unused, is_pointwise
 from dta_compile.passes.graphs.operators import (
     CASTS,
     COPIES,
@@ -119,7 +119,7 @@ def pair_next_tokens(graph: fx.Graph, parameters: Collection[fx.Node]) -> None:
         pass
     else:
         pairs.replace()
-    graph.eliminate_dead_code(fx.Node.is_impure)
+    erase_unused(graph)
 
 
 class _Pairs:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from dta_compile.passes.graphs.nodes import call, copy_stack_trace
+from dta_compile.passes.graphs.nodes import call, copy_stack_trace, erase_unused
 from dta_compile.passes.lowering.attention.factors import MOVES, Arranged, Arranger, Dim, Mismatch, leaves, unify
 from dta_compile.passes.symbols import sizes
 
@@ -30,7 +30,7 @@ def multiply_unrepeated(graph: fx.Graph) -> None:
                 except Mismatch:
                     continue
                 copy_stack_trace(node)
-    graph.eliminate_dead_code(fx.Node.is_impure)
+    erase_unused(graph)
 
 
 def _is_repeated(node: fx.Node) -> bool:

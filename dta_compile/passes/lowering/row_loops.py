@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import call, is_item, replace_nodes
+from dta_compile.passes.graphs.nodes import call, erase_unused, is_item, replace_nodes
 from dta_compile.passes.graphs.operators import ALONG_DIMENSIONS, UNARY
 
 aten = torch.ops.aten
@@ -32,7 +32,7 @@ def undo_row_loops(graph: fx.Graph) -> None:
         return rows if rows is not None and rows.meta["val"].shape == node.meta["val"].shape else None
 
     replace_nodes(graph, batched)
-    graph.eliminate_dead_code(fx.Node.is_impure)  # random ops are impure, whatever inductor's config says
+    erase_unused(graph)
 
 
 def _batched(nodes: Sequence[fx.Node]) -> fx.Node | None:

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.graphs.nodes import erase_unused
 from dta_compile.passes.graphs.operators import CASTS, DIFFERENTIABLE_COPIES, FILLS, RANGES, RESHAPES
 from dta_compile.passes.lowering.experts.slot_numbers import counts_from_zero
 from dta_compile.passes.program import has_tensor
@@ -48,7 +49,7 @@ def replace_same_entries(graph: fx.Graph, trained: Iterable[fx.Node]) -> None:
             node.replace_all_uses_with(origin, delete_user_cb=lambda user: user.op != "output")
         elif (same := _only_part(node) or _kept(node, with_gradient)) is not None:
             node.replace_all_uses_with(same)
-    graph.eliminate_dead_code(fx.Node.is_impure)
+    erase_unused(graph)
 
 
 def _origin(node: fx.Node) -> fx.Node | None:

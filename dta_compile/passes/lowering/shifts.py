@@ -29,7 +29,7 @@ from torch import fx
 
 from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
 from dta_compile.passes.axes.shape_rules import order_of
-from dta_compile.passes.graphs.nodes import call, descendants, filled_with, is_float
+from dta_compile.passes.graphs.nodes import call, descendants, erase_unused, filled_with, is_float
 from dta_compile.passes.graphs.operators import COPIES, LINEAR_LAYERS, MATRIX_PRODUCTS, RESHAPES, TRANSPOSITIONS
 from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import expression, sizes
@@ -97,7 +97,7 @@ def shifts_to_mixers(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
         with graph.inserting_before(node):
             if (value := _whole(node, batch, tokens, of_data, with_gradient)) is not None:
                 node.replace_all_uses_with(value)
-    graph.eliminate_dead_code(fx.Node.is_impure)
+    erase_unused(graph)
 
 
 def _layers(graph: fx.Graph, of_data: set[fx.Node]) -> list[fx.Node]:

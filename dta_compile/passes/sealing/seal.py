@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import fx
 
 from dta_compile.executable import executable
+from dta_compile.executable.chunk import ChunkGraphs
 from dta_compile.executable.code import Code
 from dta_compile.executable.executable import (
     ChunkInput,
@@ -87,9 +89,15 @@ def seal(program: Program) -> Executable:
         comparison=comparison(program),
         regions=_regions(program),
         dense_layer=program.dense_layer,
-        chunk_digest=hashlib.sha256(program.chunk.code.encode()).hexdigest(),
+        chunk_digest=_digest(program.joint),
         seconds=dict(program.timings),
     )
+
+
+def _digest(chunk: ChunkGraphs) -> str:
+    """Return a hash of the code of the kinds of stages, and of how stages are connected."""
+    stages = [(stage.kind, stage.layers, stage.reads, stage.writes) for stage in chunk.stages]
+    return hashlib.sha256(repr(([kind.forward_only.text for kind in chunk.kinds], stages)).encode()).hexdigest()
 
 
 def _values(program: Program) -> tuple[TensorSpec | NumberSpec | None, ...]:
@@ -209,6 +217,9 @@ aten = torch.ops.aten
 # Position of the index among the arguments of operators that read entries by it, and refuse negative indices.
 POSITIONS_OF_INDEX = {aten.gather: 2, aten.index_select: 2, aten.embedding: 1}
 
+LOSSES_BY_INDEX = {aten.nll_loss_forward, aten.nll_loss2d_forward}
+INDEXING = {*INDEX_ONE_AXIS, *INDEX_EVERY_AXIS, *INDEX_ENTRIES, aten.embedding, *LOSSES_BY_INDEX}
+
 KNOWN_LIBRARIES = ("aten", "prims", "dta")
 
 
@@ -288,7 +299,7 @@ def _indexed_by_data(program: Program) -> frozenset[sympy.Symbol]:
 def _indexed_sizes(node: fx.Node, computed: set[fx.Node], program: Program) -> Iterator[sympy.Expr]:
     """Yield the sizes that an operator's indices must stay below."""
     packet, args = getattr(node.target, "overloadpacket", None), node.args
-    shape = sizes(args[0]) if args and is_tensor(args[0]) else ()
+    shape = sizes(args[0]) if packet in INDEXING and args and is_tensor(args[0]) else ()
     if packet in INDEX_ONE_AXIS and shape:
         if args[2] in computed:
             yield shape[args[1]]
@@ -300,7 +311,7 @@ def _indexed_sizes(node: fx.Node, computed: set[fx.Node], program: Program) -> I
         yield from shape
     elif packet is aten.embedding:
         yield shape[0]
-    elif packet in (aten.nll_loss_forward, aten.nll_loss2d_forward):
+    elif packet in LOSSES_BY_INDEX:
         yield shape[min(1, len(shape) - 1)]
     elif _may_do_anything(node):
         yield from (size for size in (program.batch, program.tokens) if size is not None)
@@ -315,14 +326,14 @@ def indices_from_values(program: Program) -> bool:
             casts = node.target is aten._to_copy.default and node.args[0].meta["val"].is_floating_point()
             if (casts and node in program.parameter_dependent) or any(arg in rounded for arg in node.all_input_nodes):
                 rounded.add(node)
-        if node.op == "call_function" and any(True for _ in _indexed_sizes(node, rounded, program)):
+        if rounded and node.op == "call_function" and any(True for _ in _indexed_sizes(node, rounded, program)):
             return True
     return False
 
 
 def _may_do_anything(node: fx.Node) -> bool:
     """Return whether an operator is an assertion, or one of another library that takes integers (perhaps indices)."""
-    if "_assert" in str(node.target):
+    if _is_assertion(node.target):
         return True
     if node.op == "call_function" and getattr(node.target, "namespace", "aten") in KNOWN_LIBRARIES:
         return False
@@ -330,13 +341,20 @@ def _may_do_anything(node: fx.Node) -> bool:
     return not all(value.is_floating_point() or value.is_complex() for value in values)
 
 
+@functools.cache
+def _is_assertion(target: Any) -> bool:
+    """Return whether a call is of an assertion; cached, since names of operators are slow."""
+    return "_assert" in str(target)
+
+
 def _bytes(program: Program) -> dict[Shape, int]:
     """By shape, return the bytes per entry of all intermediate values and attention scores of two programs, without
     gradients of parameters."""
     bytes_of = collections.Counter[Shape]()
-    for node in program.parameter_dependent:
-        if is_tensor(node) and node.op != "placeholder":
-            bytes_of[sizes(node)] += 2 * node.meta["val"].dtype.itemsize
+    nodes = (node for node in program.parameter_dependent if is_tensor(node) and node.op != "placeholder")
+    values = collections.Counter(node.meta["val"] for node in nodes)  # layers that are copies share theirs
+    for value, count in values.items():
+        bytes_of[tuple(map(expression, value.shape))] += 2 * count * value.dtype.itemsize
     for layer in program.attention:
         batch, heads, tokens, _ = sizes(program.mixer_nodes[layer.index])
         bytes_of[batch, heads, tokens, tokens] += 2 * layer.dtype.itemsize

@@ -23,7 +23,7 @@ from dta_compile.ops.attention import Masking
 from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, CHOSEN, Choosing
 from dta_compile.ops.scoring import Scoring
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import call, descendants
+from dta_compile.passes.graphs.nodes import call, descendants, erase_unused
 from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS
 from dta_compile.passes.lowering.attention.blocks import Blocks, Written, operand_of_blocks
 from dta_compile.passes.lowering.attention.factors import (
@@ -75,7 +75,7 @@ def recognise_choices(graph: fx.Graph, weights: Collection[fx.Node]) -> None:
                     visible.replace_all_uses_with(_scattered(arranger, written, choice))
         except Mismatch as mismatch:
             topk.meta["unrecognised_choice"] = str(mismatch)
-    graph.eliminate_dead_code(fx.Node.is_impure)
+    erase_unused(graph)
 
 
 def _takes_all(topk: fx.Node) -> bool:

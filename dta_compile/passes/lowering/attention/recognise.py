@@ -17,7 +17,15 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_CALL
-from dta_compile.passes.graphs.nodes import SizeNodes, copy_stack_trace, descendants, filled_with, full_for, is_float
+from dta_compile.passes.graphs.nodes import (
+    SizeNodes,
+    copy_stack_trace,
+    descendants,
+    erase_unused,
+    filled_with,
+    full_for,
+    is_float,
+)
 from dta_compile.passes.graphs.operators import (
     CASTS,
     DROPOUTS,
@@ -86,7 +94,7 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
             if not is_call:
                 node.meta["unrecognised"] = _refusal(node, str(mismatch))
                 refusal = refusal or node.meta["unrecognised"]
-    graph.eliminate_dead_code(fx.Node.is_impure)  # random ops are, whatever inductor's configuration says
+    erase_unused(graph)
     return refusal
 
 

@@ -28,7 +28,7 @@ from torch import fx
 from dta_compile.errors import FinalRefusal
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import First, call, descendants, is_item, swaps
+from dta_compile.passes.graphs.nodes import First, call, descendants, erase_unused, is_item, swaps
 from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, RESHAPES, SQUEEZES, TRANSPOSITIONS
 from dta_compile.passes.lowering.experts.distinct_places import at_most_one
 from dta_compile.passes.lowering.experts.row_operators import RowOperators, Rows, Unproven
@@ -66,7 +66,7 @@ def spread_selected_rows(graph: fx.Graph, parameters: Collection[fx.Node]) -> No
                 _refuse_before_attention(graph, makers, parameters, unproven)
     if selections:
         _drop_checks(graph)
-        graph.eliminate_dead_code(fx.Node.is_impure)
+        erase_unused(graph)
 
 
 def _selections(graph: fx.Graph, first: First) -> dict[fx.Node, list[fx.Node]]:

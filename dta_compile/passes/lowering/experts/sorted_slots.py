@@ -30,7 +30,7 @@ from torch import fx
 
 from dta_compile.ops.experts.operators import EXPERT_LINEAR
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import First, call, is_float, is_item
+from dta_compile.passes.graphs.nodes import First, call, erase_unused, is_float, is_item
 from dta_compile.passes.graphs.operators import COPIES, RANGES, RESHAPES
 from dta_compile.passes.lowering.experts.expert_counts import SORTS, Counts, is_exact_cast
 from dta_compile.passes.lowering.experts.row_operators import RowOperators, Rows, Unproven
@@ -70,7 +70,7 @@ def unsort_slots(graph: fx.Graph) -> None:
             changed |= unsorting.changed
     if changed:
         _drop_checks_of_numbers(graph)
-        graph.eliminate_dead_code(fx.Node.is_impure)
+        erase_unused(graph)
 
 
 def _is_sort_of_slots(node: fx.Node) -> bool:

@@ -23,11 +23,14 @@ import pickle
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
 from verl.utils import tensordict_utils
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.config import FSDPEngineConfig
@@ -198,7 +201,8 @@ class DTAEngine(FSDPEngineWithLMHead):
         }
 
     def _build_module(self) -> nn.Module:
-        module: nn.Module = super()._build_module()
+        with _without_flash_attention():
+            module: nn.Module = super()._build_module()
         for part in module.modules():
             if type(part) in _forwards:
                 part.forward = types.MethodType(_forwards[type(part)], part)
@@ -216,6 +220,20 @@ class DTAEngine(FSDPEngineWithLMHead):
         else:
             with torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype):
                 yield
+
+
+@contextlib.contextmanager
+def _without_flash_attention() -> Iterator[None]:
+    """Let models have SDPA where verl asks for flash-attn and it is not installed: the backend replaces either."""
+    chosen = PreTrainedModel.get_correct_attn_implementation
+
+    def installed(self: Any, requested: str | None, *args: Any, **kwargs: Any) -> str:
+        asks = (requested or "").startswith("flash_attention") and not is_flash_attn_2_available()
+        found: str = chosen(self, "sdpa" if asks else requested, *args, **kwargs)
+        return found
+
+    with mock.patch.object(PreTrainedModel, "get_correct_attn_implementation", installed):
+        yield
 
 
 # By class of a model's part, the `forward` that verl replaced.

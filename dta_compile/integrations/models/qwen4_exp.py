@@ -1,9 +1,9 @@
 """Qwen4-Exp's index of key blocks, in graphs for this backend.
 
-transformers pools the keys of every `m` tokens that a query may read, from the first on, into one index key, and chooses
-blocks of `m` tokens by these, in a Python loop over rows and queries. A query also reads the tokens after its last
-whole block. In a row that is one sequence, padded on the right, blocks of all queries begin at the same tokens. So an
-index key is a mean over the `m` tokens that end at a token, and the choice a mixer (`ops.chosen_keys`).
+transformers pools the keys of every `m` tokens that a query may read into one index key, and chooses blocks of `m`
+tokens by these, in a Python loop over rows and queries. A query also reads the tokens after its last whole block. If a
+row is one sequence, padded on the right, all its queries have the same blocks. So an index key is a mean over the `m`
+tokens that end at a token, and the choice is a mixer (`ops.chosen_keys`).
 
 Importing this module replaces the index's `forward` there if its source is the one that was read for this;
 `registration` imports it with the model.
@@ -77,7 +77,8 @@ def _replace() -> None:
 
     @functools.wraps(forward)
     def forward_over_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and traces_for_this_backend() and torch.is_grad_enabled():
+        trains = torch.is_grad_enabled() or kwargs.get("cache", args[3] if len(args) > 3 else None) is None
+        if torch.compiler.is_compiling() and traces_for_this_backend() and trains:  # else it generates
             return chosen_tokens(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 

@@ -678,7 +678,9 @@ def of_chunked_heads(model, q, k, v, pairs):
     factor = (q[..., :2, :1] * model.scale[:2, None]).sigmoid().transpose(1, 2)  # of each query
     q, k, v = by_heads(q, k, v)
     one, other = causal(q @ k.mT).chunk(2, 1)
-    out = torch.einsum("bhqk,bkhd->bqhd", one - factor * other + 0.5 * other, v.transpose(1, 2).unflatten(2, (2, 2)).flatten(3))
+    out = torch.einsum(
+        "bhqk,bkhd->bqhd", one - factor * other + 0.5 * other, v.transpose(1, 2).unflatten(2, (2, 2)).flatten(3)
+    )
     return out
 
 

@@ -19,7 +19,7 @@ import torch
 
 from dta_compile.integrations.models.known_source import is_known
 from dta_compile.integrations.tracing import traces_for_this_backend
-from dta_compile.ops.attention import ATTENTION_CALL, Masking
+from dta_compile.ops.attention import ATTENTION_CALL
 from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, CHOSEN, Choosing
 from dta_compile.ops.compressed_keys import TOKENS_OF_ROWS
 from dta_compile.ops.library import REFUSED
@@ -67,7 +67,7 @@ def chosen_tokens(
 
 
 def _segments(mask: torch.Tensor) -> torch.Tensor:
-    """Return 1 at the tokens of a row's first sequence, 2 at those of others, 0 at padding, by a mask `[B, 1, S, S]`."""
+    """Return 1 at tokens of a row's first sequence, 2 at those of others, 0 at padding; the mask is `[B, 1, S, S]`."""
     read = mask[:, 0] if mask.dtype is torch.bool else mask[:, 0] == 0
     return torch.where(read.diagonal(dim1=-2, dim2=-1), torch.where(read[:, :, 0], 1, 2), 0)
 

@@ -17,7 +17,15 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_CALL
-from dta_compile.passes.graphs.nodes import SizeNodes, copy_stack_trace, descendants, filled_with, full_for, is_float, is_item
+from dta_compile.passes.graphs.nodes import (
+    SizeNodes,
+    copy_stack_trace,
+    descendants,
+    filled_with,
+    full_for,
+    is_float,
+    is_item,
+)
 from dta_compile.passes.graphs.operators import (
     CASTS,
     DROPOUTS,

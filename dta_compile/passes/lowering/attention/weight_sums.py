@@ -120,7 +120,9 @@ class _Distributing:
             if any(map(value.has, leaves(own[-1]))):
                 return None
             apart = [[leaf] for leaf in leaves(dims[0])]
-            factor = cast(self.arranger.arrange(value, [*apart, dims[1], []], broadcast=True), values.meta["val"].dtype)
+            factor = cast(
+                self.arranger.arrange(value, [*apart, leaves(dims[1]), []], broadcast=True), values.meta["val"].dtype
+            )
             last = leaves([Factor(sizes(values)[-1])])
             shape = [self.arranger.size(dim) for dim in (dims[0], dims[1], last)]
             result = self._call(aten.reshape.default, product, [*map(self.arranger.size, apart), *shape[1:]])
@@ -151,7 +153,9 @@ class _Distributing:
             every = self.arranger.arrange(arranged, [outer, leaves(dims[2]), leaves(arranged.dims[2])])
             self.of_all[key] = self._product(weights, every)
         product = self.of_all[key]
-        size = [self.arranger.size(dim) for dim in ([parts], leaves(dims[0]), leaves(dims[1]), leaves(arranged.dims[2]))]
+        size = [
+            self.arranger.size(dim) for dim in ([parts], leaves(dims[0]), leaves(dims[1]), leaves(arranged.dims[2]))
+        ]
         by_part = self._call(aten.reshape.default, self.replaced.get(product, product), size)
         return self._call(aten.select.int, by_part, 0, number), [product]
 

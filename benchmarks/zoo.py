@@ -358,7 +358,9 @@ or one of each kind, 64 features) with random weights in float64, {what}.
 | type | verdict | outputs | gradients | with its loss | remark |
 |---|---|---|---|---|---|
 {rows}
-"""
+
+{why}"""
+REASONS = pathlib.Path(__file__).with_name("refused_models.md")
 
 
 def page(verdicts: list[Verdict]) -> str:
@@ -367,7 +369,9 @@ def page(verdicts: list[Verdict]) -> str:
     counts = ", ".join(f"{number} {word}" for word, number in counted.most_common())
     rows = "\n".join(verdict.row for verdict in sorted(verdicts, key=lambda verdict: verdict.model_type))
     what = f"chunks of 4 tokens, torch {torch.__version__.split('+')[0]}"
-    return PAGE.format(transformers=transformers.__version__, what=what, counts=counts, rows=rows)
+    return PAGE.format(
+        transformers=transformers.__version__, what=what, counts=counts, rows=rows, why=REASONS.read_text()
+    )
 
 
 def main() -> int:

@@ -28,6 +28,7 @@ STAND_INS = {
     ),
     "transformers.models.deepseek_v4.modeling_deepseek_v4": ("models.deepseek_v4",),
     "transformers.models.longcat_flash.modeling_longcat_flash": ("models.expert_loops",),
+    "transformers.models.qwen4_exp.modeling_qwen4_exp": ("models.qwen4_exp",),
     "transformers.models.step3p7.modeling_step3p7": ("models.expert_loops",),
     "peft.tuners.lora.layer": ("peft_experts",),
     "trl.trainer.utils": ("trl_head",),

@@ -9,7 +9,9 @@ Equal scores are common, since a product of zero for all heads gives a score of 
 them `topk` returns. So a chunk calls `topk` on the row that it would be called on without a tree, as wide as the batch,
 which returns the same. A near tie may be decided otherwise, as in eager mode with another batch size.
 
-With a `stride` above one, the keys to choose from are those of the last tokens of whole windows of so many tokens.
+With a `stride` above one, the keys to choose from are those of the last tokens of whole windows of so many tokens. If
+blocks have as many keys, a query chooses windows as blocks of keys, and also reads the last block if it is not whole
+(Qwen4-Exp).
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Choosing(NamedTuple):
         has_relu: negative scores count as zero.
         by_head: each head chooses, by its own scores without a weight.
         leaves_out: blocks of a score of -inf are not chosen.
-        stride: the keys are those of whole windows of so many tokens, and a choice numbers the last tokens of these.
+        stride: the keys are those of whole windows of so many tokens, and a choice numbers the last tokens of these, or
+            the windows if these are blocks; then `most` counts a query's own block.
     """
 
     most: int
@@ -45,6 +48,11 @@ class Choosing(NamedTuple):
     by_head: bool
     leaves_out: bool
     stride: int = 1
+
+    @property
+    def of_windows(self) -> bool:
+        """Return whether windows are chosen as blocks of keys."""
+        return self.block == self.stride > 1
 
 
 OPERANDS = "Tensor query, Tensor weights, Tensor key"
@@ -108,6 +116,23 @@ def are_chosen(choice: torch.Tensor, blocks: int) -> torch.Tensor:
     return chosen.scatter_(-1, choice.masked_fill(choice == NONE, blocks), True)[..., :blocks]
 
 
+def chosen_windows(scores: torch.Tensor, tokens: torch.Tensor, how: Choosing) -> torch.Tensor:
+    """Choose blocks `[..., S, most]` by the scores `[..., S, windows]` of whole windows: the best, and the last block.
+
+    `topk` is called on as many scores as a query has whole windows, as it is in eager mode.
+
+    Args:
+        tokens: `[S]`, the number of tokens up to each query.
+    """
+    whole = tokens // how.stride
+    choice = whole.new_full((*scores.shape[:-1], how.most), NONE)
+    for count in whole.unique().tolist():
+        same, most = whole == count, min(how.most - 1, count)
+        choice[..., same, :most] = scores[..., same, :count].topk(most).indices
+    choice[..., -1] = torch.where(tokens % how.stride > 0, whole, NONE)
+    return choice
+
+
 def _choice_fake(query: torch.Tensor, how: Choosing) -> torch.Tensor:
     shape = (query.shape[0], query.shape[1] if how.by_head else 1, query.shape[2], how.most)
     return query.new_empty(shape, dtype=torch.int64)
@@ -118,6 +143,8 @@ def _call(query: torch.Tensor, weights: torch.Tensor, key: torch.Tensor, *others
     """Choose keys over a batch, for calls without a mask: padding after a sequence is not read by its tokens."""
     how, scale = choosing_of(others), others[4]
     scores = index_scores(query, weights, key[:, :, how.stride - 1 :: how.stride], scale, how)
+    if how.of_windows:
+        return chosen_windows(scores, torch.arange(query.shape[2], device=query.device) + 1, how)
     entries = torch.arange(scores.shape[-1], device=query.device)
     complete = (torch.arange(query.shape[2], device=query.device)[:, None] + 1) // how.stride
     scores = scores.masked_fill(entries >= complete, float("-inf"))
@@ -133,6 +160,9 @@ def _call_fake(query: torch.Tensor, *others: Any) -> torch.Tensor:
 @torch.library.register_fake("dta::choose_keys", lib=LIBRARY)
 def _chunk_fake(layer: int, query: torch.Tensor, *others: Any) -> torch.Tensor:
     return _choice_fake(query, Choosing(*others[-len(Choosing._fields) :]))
+
+
+LIBRARY.impl("chosen", are_chosen, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("dta::chosen", lib=LIBRARY)

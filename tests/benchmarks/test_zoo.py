@@ -35,6 +35,7 @@ SWITCHED_OFF = {
     "deepseek_v4": {"index_topk": 100},
     "hy_v4": {"index_topk": 100},
     "minimax_m3_vl_text": {"index_topk_blocks": 100},
+    "qwen4_exp_text": {"indexer_budget": 100},
 }
 
 

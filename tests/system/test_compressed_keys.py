@@ -13,7 +13,7 @@ import dta_compile
 from benchmarks.zoo import toy_config
 from dta_compile.errors import RefusalError, RuntimeContractError
 from dta_compile.ops.attention import CHOSEN_COMPRESSED_CALL, COMPRESSED_CALL, Masking
-from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, Choosing
+from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, CHOSEN, Choosing
 from dta_compile.ops.scoring import UNSCALED, Scoring
 from dta_compile.runtime.attention import chosen_keys
 from tests.support.helpers import (
@@ -130,6 +130,58 @@ def test_operators_over_a_tree(stride, chooses, options):
     expected = measure(exact, exact, batch, loss, ids_only)  # padded alike, since few heads often score zero
     compiled = torch.compile(ours, backend="dta", options=options)
     assert_equal(measure(compiled, ours, batch, loss, ids_only), expected, EXACT)
+
+
+class Blocks(nn.Module):
+    """Layers that read the `KEYS` blocks of `stride` keys with the best means, and the last one if it is not whole."""
+
+    def __init__(self, stride: int, by_operators: bool) -> None:
+        super().__init__()
+        self.stride, self.by_operators = stride, by_operators
+        self.embedding, self.out = nn.Embedding(V, WIDTH), nn.Linear(WIDTH, V)
+        self.query, self.index, self.key = (
+            nn.ModuleList(nn.Linear(WIDTH, width) for _ in range(2)) for width in (WIDTH, WIDTH, 8)
+        )
+        self.double()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, columns = self.embedding(ids), torch.arange(ids.shape[1])
+        for query, key, index in zip(self.query, self.key, self.index, strict=True):
+            q, i = (one(x).unflatten(-1, (HEADS, 8)).transpose(1, 2) for one in (query, index))
+            k, choose = key(x)[:, None], self._by_operators if self.by_operators else self._by_definition
+            mask = choose(k.detach(), i.detach())[..., columns // self.stride] & (columns <= columns[:, None])
+            k = k.expand(-1, HEADS, -1, -1)
+            x = x + nn.functional.scaled_dot_product_attention(q, k, k, mask).transpose(1, 2).flatten(2)
+        return self.out(x)
+
+    def _by_operators(self, k: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        means = dta_compile.attention(torch.zeros_like(k), k, k, window=self.stride)
+        how = Choosing(KEYS + 1, self.stride, True, False, False, self.stride)
+        operands = (i, torch.ones_like(i[..., :1]), means, *Masking.causal(1.0, 0.0))
+        return CHOSEN(CHOOSE_KEYS_CALL(*operands, *how, None), -(-k.shape[2] // self.stride))
+
+    def _by_definition(self, k: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        tokens, size = k.shape[2], self.stride
+        chosen = torch.zeros(len(k), 1, tokens, -(-tokens // size), dtype=torch.bool)
+        for row in range(len(k)):
+            for token in range(tokens):
+                whole = (token + 1) // size
+                means = k[row, 0, : whole * size].unflatten(0, (whole, size)).mean(1)
+                best = (means @ i[row, :, token].mT).relu().sum(1).topk(min(KEYS, whole)).indices
+                chosen[row, 0, token, best] = True
+                chosen[row, 0, token, whole:] = True  # causal attention reads no later one
+        return chosen
+
+
+@pytest.mark.parametrize(("stride", "options"), [(2, {"chunk_size": 3, "memory_budget": 0}), (3, {"chunk_size": 1})])
+def test_windows_as_blocks(stride, options):
+    torch.manual_seed(0)
+    ours, exact = (Blocks(stride, by_operators) for by_operators in (True, False))
+    exact.load_state_dict(ours.state_dict())
+    batch = make_batch(rollouts(V))
+    loss = random_loss(batch, V)
+    compiled = torch.compile(ours, backend="dta", options=options)
+    assert_equal(measure(compiled, ours, batch, loss, ids_only), reference(exact, batch, loss, ids_only), EXACT)
 
 
 def test_packed_rows_are_refused():

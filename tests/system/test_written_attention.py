@@ -660,6 +660,50 @@ def test_biases_by_distance_round_like_eager_far_from_the_first_token():
     assert ours <= 2 * eager < 1e-5
 
 
+def of_two_halves(model, q, k, v, pairs):  # differential attention
+    q, k, v = by_heads(q, k, v)
+    (q, r), (k, c) = (one.chunk(2, -1) for one in (q, k))
+    return ((causal(q @ k.mT) - (model.scale.prod() + 0.3) * causal(r @ c.mT)) @ v).transpose(1, 2)
+
+
+def of_heads_by_pairs(model, q, k, v, pairs):  # as its authors wrote it
+    q, k, v = by_heads(q, k, v)
+    weights = causal(q @ k.mT).unflatten(1, (HEADS // 2, 2))
+    weights = (weights[:, :, 0] - model.scale[: HEADS // 2, None, None] * weights[:, :, 1]).type_as(v)
+    out = weights @ v.transpose(1, 2).reshape(q.shape[0], q.shape[2], HEADS // 2, -1).transpose(1, 2)
+    return out.transpose(1, 2)
+
+
+def of_chunked_heads(model, q, k, v, pairs):
+    factor = (q[..., :2, :1] * model.scale[:2, None]).sigmoid().transpose(1, 2)  # of each query
+    q, k, v = by_heads(q, k, v)
+    one, other = causal(q @ k.mT).chunk(2, 1)
+    out = torch.einsum(
+        "bhqk,bkhd->bqhd", one - factor * other + 0.5 * other, v.transpose(1, 2).unflatten(2, (2, 2)).flatten(3)
+    )
+    return out
+
+
+def of_three(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    parts = [causal(q[..., i::2] @ k[..., i::2].mT) for i in range(2)]
+    return ((-parts[0] * model.scale[:, None, None] + 2 * (parts[1] - causal(q @ k.mT))) @ v).transpose(1, 2)
+
+
+def with_changed_weights(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    scores = (q @ k.mT).masked_fill(model.bias[:, :, : q.shape[2], : q.shape[2]] == 0, -1e30)
+    return (scores.softmax(-1) * model.scale[:, None, None] @ v).transpose(1, 2)
+
+
+SUMS = of_two_halves, of_heads_by_pairs, of_chunked_heads, of_three, with_changed_weights
+
+
+def test_sums_of_weights():
+    torch.manual_seed(0)
+    assert_equals_eager(WrittenLM(*SUMS), shared_ids(4, 9))
+
+
 def hidden_again(model, q, k, v, pairs):  # ESPnet
     q, k, v = by_heads(q, k, v)
     later = model.bias[:, :, : q.shape[2], : q.shape[2]] == 0
@@ -837,10 +881,14 @@ def dropped(model, q, k, v, pairs):
     return (F.dropout(scores.softmax(-1), 0.1) @ v).transpose(1, 2)
 
 
-def with_changed_weights(model, q, k, v, pairs):
+def with_squared_weights(model, q, k, v, pairs):
     q, k, v = by_heads(q, k, v)
-    scores = (q @ k.mT).masked_fill(model.bias[:, :, : q.shape[2], : q.shape[2]] == 0, -1e30)
-    return (scores.softmax(-1) * model.scale[:, None, None] @ v).transpose(1, 2)
+    return (causal(q @ k.mT).square() @ v).transpose(1, 2)
+
+
+def with_weights_of_several_factors(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    return (causal(q @ k.mT) * torch.exp(model.bias[0, 0, 0, : q.shape[2]]) @ v).transpose(1, 2)
 
 
 def with_scores_that_are_added_later(model, q, k, v, pairs):
@@ -896,7 +944,8 @@ def by_sigmoid(model, q, k, v, pairs):
         (over_queries, "other queries than keys"),
         (dropped, "attention dropout cannot run"),
         (by_query_beside_sinks, "but not to the sinks"),
-        (with_changed_weights, "mul.Tensor of the weights that a softmax gives"),
+        (with_squared_weights, "of the weights that a softmax gives"),
+        (with_weights_of_several_factors, "values other than 0 and -inf"),
         (with_scores_that_are_added_later, "capped or masked already"),
         (hidden_at_other_places, "values other than 0 and -inf"),
         (by_exponentials_over_less, "another function of products of activations than a softmax"),
@@ -945,11 +994,11 @@ def test_a_number_hides_keys_only_if_no_score_comes_near_it(filled, options):
 
 
 def test_attention_that_is_not_recognised_is_refused_after_one_that_is():
-    model, ids = WrittenLM(with_a_buffer, with_changed_weights), shared_ids(4, 9)
+    model, ids = WrittenLM(with_a_buffer, with_squared_weights), shared_ids(4, 9)
     torch._dynamo.reset()
     with pytest.raises(RefusalError, match="of the weights that a softmax gives") as caught:
         torch.compile(model, backend="dta", options=OPTIONS)(ids)
-    assert "in with_changed_weights |" in str(caught.value)
+    assert "in with_squared_weights |" in str(caught.value)
 
 
 def test_layers_behind_tokens_that_are_mixed_last_run_densely_with_a_warning(caplog):

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dta_compile.errors import RefusalError
@@ -20,6 +21,7 @@ from tests.support.tiny import (
     assert_same,
     log_probs,
     shared_ids,
+    weighted,
 )
 
 
@@ -628,4 +630,37 @@ def test_mixture_and_selection_in_the_loss():
     assert_same(
         after(model, lambda: run(compiled)), after(model, lambda: run(lambda ids: mean_of_selected(model, ids)[0]))
     )
+    assert inside(compiled).only
+
+
+class Languages(BareLM):
+    """A mixture whose conditions select whole sequences, as the adapters of X-MOD do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 3), nn.GELU(), nn.Linear(3, WIDTH)) for _ in "abc")
+        self.double()
+
+    def forward(self, ids, language):
+        x = self.mix(self.embedding(ids))
+        y = torch.zeros_like(x)
+        for number, adapter in enumerate(self.adapters):
+            mask = language == number
+            rows = torch.rsqrt(x[mask].pow(2).mean(-1, keepdim=True)) * x[mask]
+            y[mask] = adapter(rows)
+        return self.head(self.mix(x + y))
+
+
+def test_conditions_on_sequences():
+    torch._dynamo.reset()
+    model, ids = Languages(), shared_ids(5, 7)
+    compiled, language = torch.compile(model, backend="dta", options=SMALL_CHUNKS), torch.tensor([0, 1, 0, 2, 5])
+    ids[1] = ids[0]
+
+    def run(function):
+        loss = weighted(function(ids, language))
+        loss.backward()
+        return loss.detach()
+
+    assert_same(after(model, lambda: run(compiled)), after(model, lambda: run(model)))
     assert inside(compiled).only

@@ -14,13 +14,8 @@ Importing this module replaces the layers' `forward` there if its source is the 
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import functools
-import hashlib
-import inspect
 import sys
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from dta_compile.integrations.keywords import refuse_unknown
+from dta_compile.integrations.models.known_source import is_known
 from dta_compile.integrations.tracing import traces_for_this_backend
 from dta_compile.integrations.transformers_attention import CausalMask
 from dta_compile.ops.attention import ATTENTION_CALL, CHOSEN_COMPRESSED_CALL, COMPRESSED_CALL, Masking
@@ -52,7 +48,7 @@ REPLACED = (
     "DeepseekV4IndexerScorer.forward",
     "eager_attention_forward",
 )
-KNOWN = frozenset({"795a8cba8899acf4"})
+KNOWN = "795a8cba8899acf4"
 
 
 def attention_forward(
@@ -166,25 +162,6 @@ def _chosen(
     return choice
 
 
-def _hash() -> str:
-    """Return the hash of the source of all that is replaced, without comments, docstrings and layout.
-
-    Raises:
-        AttributeError, OSError: a function, or its source, is missing.
-    """
-    texts = []
-    for name in REPLACED:
-        replaced: Any = functools.reduce(getattr, name.split("."), MODULE)
-        function = inspect.unwrap(replaced)
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-        assert isinstance(tree, ast.FunctionDef)
-        tree.decorator_list = []
-        if ast.get_docstring(tree) is not None:
-            del tree.body[0]
-        texts.append(ast.unparse(tree))
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
-
-
 def _replaced(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def forward_over_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -197,6 +174,5 @@ def _replaced(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward_over_tokens
 
 
-with contextlib.suppress(AttributeError, OSError):
-    if _hash() in KNOWN:
-        MODULE.DeepseekV4Attention.forward = _replaced(MODULE.DeepseekV4Attention.forward)
+if is_known(MODULE, REPLACED, KNOWN):
+    MODULE.DeepseekV4Attention.forward = _replaced(MODULE.DeepseekV4Attention.forward)

@@ -23,7 +23,7 @@ from dta_compile.ops.library import is_random
 from dta_compile.passes.graphs.nodes import First, descendants
 from dta_compile.passes.graphs.storage import owner
 from dta_compile.passes.program import has_tensor, output_node, writes_in_place
-from dta_compile.passes.symbols import SYMBOLIC
+from dta_compile.passes.symbols import SYMBOLIC, depends_on_data
 from dta_compile.torch_compat.autograd import get_dynamic_layer_stack_depth
 from dta_compile.torch_compat.operators import OpOverload
 from dta_compile.torch_compat.tensors import DisableTorchFunction, FakeTensor, pytree
@@ -165,9 +165,15 @@ def _is_for_copies(node: fx.Node, inside: set[fx.Node], arguments: set[fx.Node])
         return False
     if writes_in_place(node) and not arguments.isdisjoint(node.all_input_nodes):
         return False
-    if "unbacked_bindings" in node.meta:  # each call needs unbacked symbols of its own
+    if "unbacked_bindings" in node.meta or _selects(node):  # each call needs unbacked symbols of its own
         return False
     return all(arg in inside or not has_tensor(arg) for arg in node.all_input_nodes)
+
+
+def _selects(node: fx.Node) -> bool:
+    """Return whether an operator selects as many entries as data say: a second one on a mask binds no new symbol."""
+    is_of_data = torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
+    return is_of_data and any(map(depends_on_data, node.meta["val"].shape))
 
 
 def _copied(known: _Traced, arguments: _Arguments) -> Any:

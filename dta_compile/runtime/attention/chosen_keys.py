@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator
 import torch
 
 from dta_compile.errors import RuntimeContractError
-from dta_compile.ops.chosen_keys import NONE, Choosing, are_chosen, index_scores, padded_to
+from dta_compile.ops.chosen_keys import NONE, Choosing, are_chosen, chosen_windows, index_scores, padded_to
 from dta_compile.ops.dense_attention import MOST_PAIRS
 from dta_compile.proofs.terms import Evaluation, Term
 from dta_compile.runtime.attention.interface import Operands
@@ -64,6 +64,9 @@ class ChoiceRuntime:
             row = scores.new_full((*scores.shape[:2], width + 1), float("-inf"))
             columns = torch.where(may_read, depths, width).expand_as(scores)
             row = row.scatter_(2, columns, scores)[..., :width]
+            if how.of_windows:
+                parts.append(chosen_windows(row, table.depths[queries].long() + 1, how))
+                continue
             if how.block > 1:
                 row = row.unflatten(2, (-1, how.block)).amax(-1)
             best, choice = self._with_forced(row, table.depths[queries, None]).topk(min(how.most, row.shape[2]))

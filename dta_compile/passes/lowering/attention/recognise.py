@@ -21,10 +21,17 @@ from dta_compile.passes.graphs.nodes import (
     SizeNodes,
     copy_stack_trace,
     descendants,
+<<<<<<< HEAD
     erase_unused,
     filled_with,
     full_for,
     is_float,
+=======
+    filled_with,
+    full_for,
+    is_float,
+    is_item,
+>>>>>>> refs/heads/models
 )
 from dta_compile.passes.graphs.operators import (
     CASTS,
@@ -42,6 +49,7 @@ from dta_compile.passes.lowering.attention.rewrite import CHANGES, Attention, Re
 from dta_compile.passes.lowering.attention.scores import FLOORS
 from dta_compile.passes.lowering.attention.softmaxes import spell_softmaxes
 from dta_compile.passes.lowering.attention.tables import Known, Tables
+from dta_compile.passes.lowering.attention.weight_sums import SPLITS, distribute_products
 from dta_compile.passes.program import has_tensor, where
 from dta_compile.passes.symbols import sizes
 
@@ -65,6 +73,7 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
     data = [node for node in graph.find_nodes(op="placeholder") if node not in weights and has_tensor(node)]
     scores = _Search(descendants(graph, data))
     spell_softmaxes(graph, lambda node: scores.path_to(node) is not None)
+    distribute_products(graph, _Search(descendants(graph, data), parts=True).are_weights)
     search, arranger, refusal = _Search(descendants(graph, data)), Arranger(graph), None
     known: Known = {}
     kinds = Distances, Profiles, functools.partial(Tables, weights=weights, known=known)
@@ -145,10 +154,14 @@ def _refusal(node: fx.Node, got: str) -> RefusalError:
 
 
 class _Search:
-    """Memoised search for the product of two values that depend on data, of which a node is a function."""
+    """Memoised search for the product of two values that depend on data, of which a node is a function.
 
-    def __init__(self, data: set[fx.Node]) -> None:
-        self.data = data
+    Args:
+        parts: search through parts of values, too, which `Scores` does not follow.
+    """
+
+    def __init__(self, data: set[fx.Node], parts: bool = False) -> None:
+        self.data, self.parts = data, parts
         self.known: dict[fx.Node, list[fx.Node] | None] = {}
 
     def path_to(self, node: fx.Node) -> list[fx.Node] | None:
@@ -156,7 +169,7 @@ class _Search:
         pending = [node]
         while pending:
             last = pending[-1]
-            missing = [arg for arg in _possible_scores(last) if arg not in self.known]
+            missing = [arg for arg in self._operands(last) if arg not in self.known]
             if last in self.known or not missing:
                 self.known.setdefault(last, self._path(last))
                 pending.pop()
@@ -164,10 +177,18 @@ class _Search:
                 pending += missing
         return self.known[node]
 
+    def _operands(self, node: fx.Node) -> list[fx.Node]:
+        is_part = node.target is aten.select.int or is_item(node) or node.target in SPLITS
+        return [node.args[0]] if self.parts and is_part else _possible_scores(node)
+
+    def are_weights(self, node: fx.Node) -> bool:
+        """Return whether a node is a function of the softmax of scores."""
+        return any(one.target is aten._softmax.default for one in self.path_to(node) or ())
+
     def _path(self, node: fx.Node) -> list[fx.Node] | None:
         if node.target in SCORE_PRODUCTS:
             return [node] if all(arg in self.data for arg in node.args[-2:]) else None
-        paths = [path for arg in _possible_scores(node) if (path := self.known[arg]) is not None]
+        paths = [path for arg in self._operands(node) if (path := self.known[arg]) is not None]
         return [*paths[0], node] if paths else None
 
 

@@ -86,6 +86,7 @@ class RowOperators:
     Attributes:
         selected: `[N]` bool, the selected rows; None: all rows are.
         is_count: tells whether a size depends on the number of selected rows.
+        tokens: the node of a row's number of tokens if rows are whole sequences; None: they are tokens, or slots.
         sizes: by node, the replacement of a size that depends on the number of selected rows.
     """
 
@@ -96,6 +97,7 @@ class RowOperators:
         is_count: Callable[[sympy.Expr], bool] = depends_on_data,
     ) -> None:
         self.graph, self.selected, self.is_count = graph, selected, is_count
+        self.tokens: fx.Node | None = None
         self.sizes: dict[fx.Node, Any] = {}
         self._rows: dict[fx.Node, Rows] = {}
         self._tuples: dict[fx.Node, list[Rows | None]] = {}
@@ -122,7 +124,7 @@ class RowOperators:
     def enter(self, node: fx.Node, rows: Rows) -> None:
         """Record the replacement of the rows that a node selects."""
         layout = self._layout(node)
-        if layout.token_dim != rows.place:
+        if self._place(layout) != rows.place:
             raise Unproven(f"{node.target}: it selects rows along several dimensions", node)
         self._rows[node], self._layouts[node] = rows, layout
 
@@ -155,8 +157,9 @@ class RowOperators:
 
     def _size(self, node: fx.Node) -> Any:
         if node.target is aten.sym_size.int:
-            rows, dim = self._rows[node.args[0]], node.args[1]
-            return self.count() if dim == rows.place else int(node.meta["val"])
+            value, dim = self._rows[node.args[0]].value, node.args[1]
+            size = sizes(value)[dim]
+            return call(self.graph, aten.sym_size.int, value, dim) if size.free_symbols else int(size)
         args = fx.node.map_arg(node.args, lambda arg: self.sizes.get(arg, arg))
         return call(self.graph, node.target, *args)
 
@@ -164,7 +167,7 @@ class RowOperators:
 
     def _compute(self, node: fx.Node) -> None:
         layouts = self._prove(node)
-        if any(one.token_dim is None for one in (layouts if isinstance(layouts, tuple) else (layouts,))):
+        if any(self._place(one) is None for one in (layouts if isinstance(layouts, tuple) else (layouts,))):
             raise Unproven(f"{node.target}: its result does not lie along the selected rows", node)
         rows = [self._rows[arg] for arg in node.all_input_nodes if arg in self._rows]
         is_masked = node.target not in SAME_ENTRIES or all(one.is_masked for one in rows)
@@ -172,12 +175,13 @@ class RowOperators:
         value.meta = {**node.meta, "val": value.meta["val"]}
         if isinstance(layouts, tuple):
             self._tuples[node] = [
-                Rows(self._item(value, i), layout.token_dim, True)  # type: ignore[arg-type]
+                Rows(self._item(value, i), self._place(layout), True)  # type: ignore[arg-type]
                 for i, layout in enumerate(layouts)
             ]
         else:
-            assert layouts.token_dim is not None
-            self._rows[node] = Rows(value, layouts.token_dim, is_masked)
+            place = self._place(layouts)
+            assert place is not None
+            self._rows[node] = Rows(value, place, is_masked)
             self._layouts[node] = layouts
 
     def _item(self, value: fx.Node, number: int) -> fx.Node:
@@ -207,17 +211,34 @@ class RowOperators:
         return derived
 
     def _dims(self, node: fx.Node, value: torch.Tensor) -> tuple[Axis | None, ...]:
-        """Return the axes of a value: TOKEN for a dimension of selected rows, None for others."""
-        shape = list(map(expression, value.shape))
-        if any(depends_on_data(size) and not size.is_Symbol for size in shape):
+        """Return the axes of a value: TOKEN for a dimension of selected rows, or BATCH if these are sequences."""
+        return tuple(self._axis(node, expression(size)) for size in value.shape)
+
+    def _axis(self, node: fx.Node, size: sympy.Expr) -> Axis | None:
+        tokens = None if self.tokens is None else expression(self.tokens.meta["val"])
+        if not self.is_count(size):
+            return Axis.TOKEN if size == tokens else None
+        if size.is_Symbol or not depends_on_data(size):
+            return Axis.TOKEN if tokens is None else Axis.BATCH
+        if tokens is None or not (size / tokens).is_Symbol:
             raise Unproven(f"{node.target}: selected rows are merged with other dimensions", node)
-        return tuple(Axis.TOKEN if self.is_count(size) else None for size in shape)
+        return Axis.ROWS
+
+    def _place(self, layout: Layout) -> int | None:
+        """Return the dimension of selected rows, alone or flattened with their tokens."""
+        if self.tokens is None:
+            return layout.token_dim
+        return next((i for i, axis in enumerate(layout.dims) if axis in (Axis.BATCH, Axis.ROWS)), None)
 
     def _layout(self, node: fx.Node) -> Layout:
-        dims = self._dims(node, node.meta["val"])
-        if sum(axis is not None for axis in dims) != 1:
+        layout = self._framed(self._dims(node, node.meta["val"]))
+        if sum(axis is Axis.TOKEN for axis in layout.dims) > 1 or self._place(layout) is None:
             raise Unproven(f"{node.target}: its result does not lie along the selected rows", node)
-        return Layout(dims, SELECTED)
+        return layout
+
+    def _framed(self, dims: tuple[Axis | None, ...]) -> Layout:
+        frame = SELECTED if self.tokens is None else Frame(sympy.Integer(0), expression(self.tokens.meta["val"]))
+        return Layout(dims, frame if Layout(dims).token_dim is not None else None)
 
     def _require_sizes_in_place(self, node: fx.Node) -> None:
         """Raise Unproven if the number of selected rows is used as anything but a size of the result."""
@@ -233,7 +254,7 @@ class RowOperators:
             return self._layouts[arg]
         if any(map(self.is_count, sizes(arg))):
             raise Unproven(f"{node.target}: it combines rows that different conditions select", node)
-        return Layout((None,) * arg.meta["val"].dim())
+        return self._framed(self._dims(node, arg.meta["val"]))
 
     def _applied(self, node: fx.Node, layouts: Any) -> fx.Node:
         """Insert the operator over all rows."""
@@ -248,7 +269,7 @@ class RowOperators:
         if isinstance(layouts, tuple) or not (is_tagged_pointwise(node.target) or len(node.all_input_nodes) == 1):
             raise Unproven(f"{node.target} is not known to be finite at tokens that are not selected", node)
         result = self._call(node, lambda arg: self._filled(arg, 1, everywhere=layouts))
-        return self._fill(result, layouts.token_dim, 0)
+        return self._fill(result, layouts, 0)
 
     def _call(self, node: fx.Node, of: Any) -> fx.Node:
         def mapped(arg: fx.Node) -> Any:
@@ -276,25 +297,36 @@ class RowOperators:
         if not _is_tensor(arg):
             return arg
         if arg in self._rows:
-            return self._fill(self._value(arg), self._rows[arg].place, number)
+            return self._fill(self._value(arg), self._layouts[arg], number)
         if everywhere is None or not arg.meta["val"].is_floating_point():
             return arg
-        return self._fill(arg, everywhere.token_dim, number, len(everywhere.dims))  # type: ignore[arg-type]
+        return self._fill(arg, everywhere, number)
 
-    def _fill(self, value: fx.Node, place: int, number: int, rank: int | None = None) -> fx.Node:
-        outside = self._outside((rank or len(sizes(value))) - 1 - place)
+    def _fill(self, value: fx.Node, layout: Layout, number: int) -> fx.Node:
+        place = self._place(layout)
+        assert place is not None
+        outside = self._outside(len(layout.dims) - 1 - place, layout.dims[place] is Axis.ROWS)
         return call(self.graph, aten.masked_fill.Scalar, value, outside, number)
 
-    def _outside(self, ones: int) -> fx.Node:
+    def _outside(self, ones: int, by_token: bool) -> fx.Node:
         """Return `[N, 1, ...]` bool, the rows that are not selected, with that many dimensions of size 1."""
 
         def make() -> fx.Node:
-            value = call(self.graph, aten.logical_not.default, self.selected)
+            value = call(self.graph, aten.logical_not.default, self._selected(by_token))
             for _ in range(ones):
                 value = call(self.graph, aten.unsqueeze.default, value, -1)
             return value
 
-        return self._once(("outside", ones), make)
+        return self._once(("outside", ones, by_token), make)
+
+    def _selected(self, by_token: bool) -> fx.Node:
+        """Return the selected rows, `[N]`, or for each of their tokens whether its row is selected, `[N * S]`."""
+        assert self.selected is not None
+        if not by_token:
+            return self.selected
+        wide = call(self.graph, aten.unsqueeze.default, self.selected, 1)
+        wide = call(self.graph, aten.expand.default, wide, [-1, self.tokens])
+        return call(self.graph, aten.reshape.default, wide, [-1])
 
     def _once(self, key: Any, make: Any) -> fx.Node:
         if key not in self._cached:
@@ -320,7 +352,8 @@ class RowOperators:
             transposed, number = True, 0
         else:
             weight, number, transposed = self._stacked(weight)
-        out = call(self.graph, EXPERT_LINEAR, rows, self._numbers(number), weight, transposed)
+        numbers = self._numbers(number, Axis.ROWS in self._layouts[left].dims)
+        out = call(self.graph, EXPERT_LINEAR, rows, numbers, weight, transposed)
         if is_batched:
             return call(self.graph, aten.unsqueeze.default, out, 0)
         return out if bias is None else call(self.graph, aten.add.Tensor, out, self._masked(bias))
@@ -336,15 +369,15 @@ class RowOperators:
             return weight.args[0].args[0], weight.args[1], transposed
         return call(self.graph, aten.unsqueeze.default, weight, 0), 0, transposed
 
-    def _numbers(self, number: int) -> fx.Node:
+    def _numbers(self, number: int, by_token: bool) -> fx.Node:
         """Return `[N]` expert indices: `number` at the selected rows, -1 (no expert) at the others."""
 
         def make() -> fx.Node:
-            chosen = call(self.graph, aten._to_copy.default, self.selected, dtype=torch.int64)
+            chosen = call(self.graph, aten._to_copy.default, self._selected(by_token), dtype=torch.int64)
             scaled = call(self.graph, aten.mul.Tensor, chosen, number + 1)
             return call(self.graph, aten.sub.Tensor, scaled, 1)
 
-        return self._once(("numbers", number), make)
+        return self._once(("numbers", number, by_token), make)
 
 
 def _is_tensor(node: Any) -> bool:

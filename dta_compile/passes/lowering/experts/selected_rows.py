@@ -11,7 +11,8 @@ all tokens, and those that are not selected do not contribute:
 
 A condition may have one dimension more than tokens have, for the slots of a token's k experts. If at most one slot of
 a token can be selected, since the experts of a `topk` are distinct, the rows are those of the selected slots. Else each
-(token, slot) pair is a row. Unproven selections are left; before the last attention they are refused.
+(token, slot) pair is a row. A condition over sequences, as on their language, selects all tokens of a row. Unproven
+selections are left; before the last attention they are refused.
 """
 
 from __future__ import annotations
@@ -27,8 +28,13 @@ from torch import fx
 
 from dta_compile.errors import FinalRefusal
 from dta_compile.ops.mixer import MIXERS
+<<<<<<< HEAD
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import First, call, descendants, erase_unused, is_item, swaps
+=======
+from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
+from dta_compile.passes.graphs.nodes import First, SizeNodes, call, descendants, is_item, swaps
+>>>>>>> refs/heads/models
 from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, RESHAPES, SQUEEZES, TRANSPOSITIONS
 from dta_compile.passes.lowering.experts.distinct_places import at_most_one
 from dta_compile.passes.lowering.experts.row_operators import RowOperators, Rows, Unproven
@@ -232,6 +238,9 @@ class _Spreading:
         self.one_slot = self.number == 1 or at_most_one(self.mask, self.slots)
         rows = self._any_slot(self.selected) if self.one_slot else self._slots_first(self.selected)
         self.rows = RowOperators(self.graph, rows)
+        batch, tokens = next(map(batch_and_tokens, mixer_calls(self.graph)), (None, None))
+        if sizes(self.mask) == (batch,) and isinstance(count := SizeNodes(self.graph).build(tokens), fx.Node):
+            self.rows.tokens = count
 
     def _any_slot(self, value: fx.Node) -> fx.Node:
         for _ in self.slots:

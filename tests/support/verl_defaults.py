@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 -m tests.support.verl_defaults [--mixed]
 
-verl's own configuration files are composed, its `ActorRolloutRefWorker` scores and updates on the bundled rollouts, which
-its trainer's balancing divides among ranks. What is not verl's default: the model, one mini-batch of all rows, the size
+verl's own configuration files are composed, its `ActorRolloutRefWorker` scores and updates on the bundled rollouts,
+which its trainer's balancing divides among ranks. What is not verl's default: the model, one mini-batch of all rows, the size
 of a micro-batch (which verl wants to be told), attention for CPUs in verl's own engine, float32 unless `--mixed`, and
 SGD: AdamW makes steps of rounding where a gradient is almost zero.
 """

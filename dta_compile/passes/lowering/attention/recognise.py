@@ -21,17 +21,11 @@ from dta_compile.passes.graphs.nodes import (
     SizeNodes,
     copy_stack_trace,
     descendants,
-<<<<<<< HEAD
     erase_unused,
     filled_with,
     full_for,
     is_float,
-=======
-    filled_with,
-    full_for,
-    is_float,
     is_item,
->>>>>>> refs/heads/models
 )
 from dta_compile.passes.graphs.operators import (
     CASTS,

@@ -28,13 +28,8 @@ from torch import fx
 
 from dta_compile.errors import FinalRefusal
 from dta_compile.ops.mixer import MIXERS
-<<<<<<< HEAD
-from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import First, call, descendants, erase_unused, is_item, swaps
-=======
 from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
-from dta_compile.passes.graphs.nodes import First, SizeNodes, call, descendants, is_item, swaps
->>>>>>> refs/heads/models
+from dta_compile.passes.graphs.nodes import First, SizeNodes, call, descendants, erase_unused, is_item, swaps
 from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, RESHAPES, SQUEEZES, TRANSPOSITIONS
 from dta_compile.passes.lowering.experts.distinct_places import at_most_one
 from dta_compile.passes.lowering.experts.row_operators import RowOperators, Rows, Unproven

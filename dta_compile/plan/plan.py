@@ -324,6 +324,8 @@ def plan(
         PlanError: a sequence that is not a run of integers, routes or images that do not fit, or an unknown mode.
     """
     parsed = Options.parse(options if ranks is None else {**options, "mesh": _ranks(ranks, rank, mode)})
+    if ranks is None and parsed.is_over_ranks:
+        raise OptionError("one tree over how many ranks?", expected="plan(..., ranks=8)", got="no number of ranks")
     if parsed.memory_budget and (bytes_per_token is None or bytes_per_token <= 0):
         raise OptionError(
             "memory_budget is in bytes, and a plan counts tokens",

@@ -175,6 +175,7 @@ def test_exchange_is_priced_by_bytes_and_messages():
         (PlanError, {"ranks": 2, "rank": 2}),
         (PlanError, {"ranks": 2, "mode": "streaming"}),
         (OptionError, {"ranks": 2, "strategy": "dfs"}),
+        (OptionError, {"strategy": "one_tree"}),
         (OptionError, {"ranks": 2, "sweep": "chunks"}),
     ],
 )

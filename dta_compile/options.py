@@ -51,7 +51,8 @@ class Options:
             these are the activations of one layer.
         strategy: "packed" (chunks filled with whole subtrees and siblings), "dfs" (Algorithms 1 and 3), "vanilla"
             (Algorithm 2), "dense" (no sharing, same runtime), "one_tree" (one tree over the ranks of `mesh`, by
-            default all, each of which computes an equal share of its tokens), or "auto": the cheapest of them by the cost model.
+            default all, each of which computes an equal share of its tokens), or "auto": the cheapest of them by the
+            cost model.
         order: leaf order of the depth-first walk: "backward_dfs" (Algorithm 1), "lexicographic" or "random".
         sweep: loop order: "chunks" (each chunk of the tree through all layers, depth first: memory for the activations
             of one chunk) or "stages" (each layer over all chunks: memory for the weights, gradient sums, keys and

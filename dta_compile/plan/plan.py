@@ -19,7 +19,7 @@ from dta_compile.files import write_output
 from dta_compile.options import MOST_BYTES, Options, as_integer
 from dta_compile.plan.choice import choose_lazily
 from dta_compile.plan.cost import BY_STAGES, Limits, chunk_sizes
-from dta_compile.plan.dealing import NVLINK, Dealing, deal_out, exchange_seconds
+from dta_compile.plan.division.dealing import NVLINK, Dealing, deal_out, exchange_seconds
 from dta_compile.plan.peak_memory import Footprint, PartBytes
 from dta_compile.plan.schedule import Schedule
 from dta_compile.plan.simulate import Simulation, causal_pairs, simulate
@@ -323,6 +323,8 @@ def plan(
         PlanError: a sequence that is not a run of integers, routes or images that do not fit, or an unknown mode.
     """
     parsed = Options.parse(options if ranks is None else {**options, "mesh": _ranks(ranks, rank, mode)})
+    if ranks is None and parsed.is_over_ranks:
+        raise OptionError("one tree over how many ranks?", expected="plan(..., ranks=8)", got="no number of ranks")
     if parsed.memory_budget and (bytes_per_token is None or bytes_per_token <= 0):
         raise OptionError(
             "memory_budget is in bytes, and a plan counts tokens",

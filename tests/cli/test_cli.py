@@ -386,3 +386,21 @@ def test_whatever_else_goes_wrong_is_one_message(lines, monkeypatch, capsys):
     monkeypatch.setenv("DTA_DEBUG", "somewhere")
     with pytest.raises(OverflowError):
         main(["plan", lines])
+
+
+def test_one_tree_over_ranks_beside_own_trees(tmp_path, capsys):
+    """Tokens run in all are those of the tree; the graph and the figures are of all ranks."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f"{[1] * 60 + [number] * 20}\n" for number in range(2, 10)))
+    assert main(["plan", str(file), "--ranks", "4", "--rank", "3", "--kv-bytes-per-token", "100"]) == 0
+    printed = capsys.readouterr().out
+    rows = {line.split()[0]: line for line in printed.splitlines() if line.startswith(("own trees", "one tree"))}
+    assert "400" in rows["own"] and "81.8%" in rows["own"] and "220" in rows["one"] and "0.0%" in rows["one"]
+    assert "220 tokens run in all = tokens of the tree" in printed and "on rank 3" in printed
+    assert main(["plan", str(file), "--ranks", "4", "--json", "-"]) == 0
+    assert sum(json.loads(capsys.readouterr().out)["ranks"]["tokens"]) == 220
+    assert main(["plan", str(file), "--ranks", "4", "--dot", "-"]) == 0
+    assert "rank 0, rank 1" in capsys.readouterr().out
+    for wrong in (["--rank", "4"], ["--mode", "streaming"], ["--strategy", "dfs"], ["--rows", "2"]):
+        assert main(["plan", str(file), "--ranks", "4", *wrong]) == 2
+        assert capsys.readouterr().err.startswith("dta: ")

@@ -1,5 +1,6 @@
 """Predictions from a configuration: sizes as the model has them, and times and bytes that follow from them."""
 
+import dataclasses
 import json
 import re
 
@@ -13,7 +14,17 @@ from dta_compile.cli.estimate_command import verdict
 from dta_compile.data import Recorded, bundled, read
 from dta_compile.errors import OptionError
 from dta_compile.estimate.devices import device_named
-from dta_compile.estimate.predict import USABLE, Ranks, cost_of, estimate, head_starts_of, model_shape, parts_of
+from dta_compile.estimate.over_ranks import OverRanks
+from dta_compile.estimate.predict import (
+    USABLE,
+    Ranks,
+    cost_of,
+    estimate,
+    head_starts_of,
+    model_shape,
+    parts_of,
+    tree_of,
+)
 from dta_compile.options import Options
 from dta_compile.plan import PrefixTree, Work
 from dta_compile.runtime.measure.calibration import Calibration
@@ -223,3 +234,14 @@ def test_the_verdict_names_what_a_faster_plan_would_keep(config, tmp_path, capsy
         assert main([*command, "--memory-budget", budget]) == 0
         out = capsys.readouterr().out
         assert ("without --memory-budget: options=" in out) is faster and "\u2026" not in out
+
+
+def test_one_tree_over_ranks_runs_fewer_tokens_in_even_shares(config, sequences):
+    both = OverRanks(Ranks(4, "fsdp"), Options(mesh=(0, 1, 2, 3)), 1e9, model_shape(str(config)), H100)
+    own, (one, plan) = both.own_trees(sequences), both.one_tree(sequences, 1)
+    assert one.tokens == tree_of(sequences).num_rows < own.tokens
+    assert one.imbalance < 1.05
+    assert plan.rank == 1 and one.received == max(plan.division.dealing.received)
+    faster = dataclasses.replace(both, link=2e9).one_tree(sequences, 1)[0]
+    assert 0 < faster.exchange < one.exchange and faster.seconds < one.seconds
+    assert 0 < one.peak_bytes < H100.memory

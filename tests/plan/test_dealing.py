@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dta_compile.errors import OptionError, PlanError, ScheduleError
 from dta_compile.options import Options
 from dta_compile.plan import Footprint, Limits, PartBytes, PrefixTree, Schedule, plan, verify
-from dta_compile.plan.dealing import Dealing, deal_out, exchange_seconds
+from dta_compile.plan.division.dealing import Dealing, deal_out, exchange_seconds
 from tests.support.pages import read_page
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), max_size=14), max_size=9)
@@ -175,6 +175,7 @@ def test_exchange_is_priced_by_bytes_and_messages():
         (PlanError, {"ranks": 2, "rank": 2}),
         (PlanError, {"ranks": 2, "mode": "streaming"}),
         (OptionError, {"ranks": 2, "strategy": "dfs"}),
+        (OptionError, {"strategy": "one_tree"}),
         (OptionError, {"ranks": 2, "sweep": "chunks"}),
     ],
 )

@@ -1,6 +1,6 @@
 """Simulate one tree over ranks: balance, what ranks exchange, and the predicted step against own trees.
 
-    python -m benchmarks.one_tree FOLDER [--ranks 2,4,8,64] [--output benchmarks/ONE_TREE.md]
+    python -m benchmarks.balancing.one_tree FOLDER [--ranks 2,4,8,64] [--output benchmarks/ONE_TREE.md]
 
 FOLDER has the rollout files that BATCHES names. Writes a page. Needs transformers for models' sizes, no GPU.
 """
@@ -23,7 +23,7 @@ from dta_compile.estimate.over_ranks import OverRanks, bytes_of_rank
 from dta_compile.estimate.predict import NUMBER, ModelShape, Ranks, cost_of, model_shape, parts_of
 from dta_compile.options import Options
 from dta_compile.plan import Limits, PrefixTree
-from dta_compile.plan.dealing import LATENCY, NVLINK, deal_out
+from dta_compile.plan.division.dealing import LATENCY, NVLINK, deal_out
 
 BATCHES = ("airline_think", "airline_modprefix", "airline50_think")
 DEVICE = DEVICES["h100"]
@@ -45,7 +45,7 @@ Simulated: rollouts of agents as one prefix tree over the ranks of a group (`opt
 of its own on each rank (`dta_compile.balance`: Algorithm 4 of the paper, or better). Made on {{date}} by
 
 ```
-python -m benchmarks.one_tree FOLDER
+python -m benchmarks.balancing.one_tree FOLDER
 ```
 
 Nothing here was measured on GPUs. **Assumptions**: steps are forward and backward of Qwen3 in bfloat16 with FSDP2 over
@@ -105,7 +105,7 @@ def balance_rows(name: str, sequences: Sequence[Recorded], shape: ModelShape, co
     layer = shape.kv_width * NUMBER  # bytes
     for count in counts:
         _, plan = over(shape, count, 0).one_tree(sequences, 0)
-        dealing = plan.dealing
+        dealing = plan.division.dealing
         assert dealing is not None
         dealing.check()
         received, sent = np.array(dealing.received), dealing.traffic.sum((0, 1))

@@ -142,7 +142,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def trainer(folder: str, layers: int, hidden: int, way: str | None, clock: Clock, **settings: Any) -> GRPOTrainer:
-    """Build a trainer that gets the bundled rollouts at every step; `way`: "whole", "backbone" or None for eager."""
+    """Build a trainer that gets the bundled rollouts at every step; `way`: "whole" (the model), "whole_steps" (the same
+    with the batches of a step in one), "backbone", or None for eager."""
     rollouts = load_rollouts(bundled(), dense=True)
     starts = [sample.spans[-1][0] for sample in rollouts]
 
@@ -171,6 +172,8 @@ def trainer(folder: str, layers: int, hidden: int, way: str | None, clock: Clock
         disable_tqdm=True,
         **settings,
     )
+    if way == "whole_steps":
+        arguments = dta_compile.DTACallback.whole_steps(arguments)
     grpo = GRPOTrainer(
         Qwen3ForCausalLM(config),
         clock.reward,
@@ -203,6 +206,7 @@ def updates(layers: int, hidden: int, rounds: int, chosen: Sequence[int]) -> Tab
         "dta, 40 rows, backbone only": ("backbone", ONE_BATCH | PLAIN),
         "dta, 8 rows x 5": ("whole", FIVE_BATCHES | PLAIN),
         "dta, 40 rows, checkpoints": ("whole", ONE_BATCH),
+        "dta, defaults, whole_steps": ("whole_steps", FIVE_BATCHES),
     }
     ways = {name: way for i, (name, way) in enumerate(ways.items()) if i in chosen}
     with tempfile.TemporaryDirectory() as folder:
@@ -219,7 +223,7 @@ def updates(layers: int, hidden: int, rounds: int, chosen: Sequence[int]) -> Tab
     for name, clock in clocks.items():
         first, *others = clock.seconds
         way = ways[name][0]
-        model = trainers[name].model if way == "whole" else trainers[name].model.model
+        model = trainers[name].model.model if way == "backbone" else trainers[name].model
         compression = f"{dta_compile.last_plan(model).stats.compression:.2f}" if way else ""
         table.add_row(name, f"{first:.2f} s", f"{statistics.median(others):.2f} s", compression)
     return table
@@ -230,7 +234,7 @@ def main() -> None:
     parser.add_argument("--sharing", nargs="+", metavar="FILE", help="only the table of sharing, for these files")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--ways", type=int, nargs="+", default=range(7), help="rows of the second table")
+    parser.add_argument("--ways", type=int, nargs="+", default=range(8), help="rows of the second table")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()

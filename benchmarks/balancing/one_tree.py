@@ -23,7 +23,7 @@ from dta_compile.estimate.over_ranks import OverRanks, bytes_of_rank
 from dta_compile.estimate.predict import NUMBER, ModelShape, Ranks, cost_of, model_shape, parts_of
 from dta_compile.options import Options
 from dta_compile.plan import Limits, PrefixTree
-from dta_compile.plan.division.dealing import LATENCY, NVLINK, deal_out
+from dta_compile.plan.dealing import LATENCY, NVLINK, deal_out
 
 BATCHES = ("airline_think", "airline_modprefix", "airline50_think")
 DEVICE = DEVICES["h100"]
@@ -105,7 +105,7 @@ def balance_rows(name: str, sequences: Sequence[Recorded], shape: ModelShape, co
     layer = shape.kv_width * NUMBER  # bytes
     for count in counts:
         _, plan = over(shape, count, 0).one_tree(sequences, 0)
-        dealing = plan.division.dealing
+        dealing = plan.dealing
         assert dealing is not None
         dealing.check()
         received, sent = np.array(dealing.received), dealing.traffic.sum((0, 1))

@@ -87,13 +87,13 @@ def _growth(method: str, workload: Workload, threads: int) -> int:
     return growth(model, step.run)
 
 
-def growth(model: torch.nn.Module, step: Callable[[], object]) -> int:
-    """Return the bytes that two steps add to resident memory at their peak; gradients are counted as there before."""
+def growth(model: torch.nn.Module, step: Callable[[], object], steps: int = 2) -> int:
+    """Return the bytes that steps add to resident memory at their peak; gradients are counted as there before."""
     model.zero_grad(set_to_none=False)
     _give_back_freed_memory()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM is now VmRSS
     before = _status_bytes("VmRSS")
-    for _ in range(2):
+    for _ in range(steps):
         model.zero_grad(set_to_none=False)
         step()
     return _status_bytes("VmHWM") - before

@@ -26,7 +26,7 @@ from dta_compile.estimate.predict import (
 from dta_compile.options import Options
 from dta_compile.plan import Limits, Plan, PrefixTree, Schedule, balance, bytes_of_halves, make_plan, simulate
 from dta_compile.plan.cost import BUDGET_SHARE, BY_CHUNKS, BY_STAGES, chunk_sizes
-from dta_compile.plan.division.dealing import Dealing, deal_out, exchange_seconds
+from dta_compile.plan.dealing import Dealing, deal_out, exchange_seconds
 from dta_compile.plan.plan import plan_one_tree
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dta_compile.plan.balance import balance
 from dta_compile.plan.cost import CostModel, Limits, Rates
+from dta_compile.plan.division.balance import balance
 from dta_compile.plan.events import Work
 from dta_compile.plan.keep import choose_keep
 from dta_compile.plan.peak_memory import Footprint, PartBytes, bytes_of_halves

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dta_compile.options import Options
-from dta_compile.plan.balance import balance
 from dta_compile.plan.cost import Limits
+from dta_compile.plan.division.balance import balance
 from dta_compile.plan.events import Work
 from dta_compile.plan.keep import choose_keep, spend_rest
 from dta_compile.plan.peak_memory import bytes_of_halves

@@ -19,7 +19,7 @@ from dta_compile.files import write_output
 from dta_compile.options import MOST_BYTES, Options, as_integer
 from dta_compile.plan.choice import choose_lazily
 from dta_compile.plan.cost import BY_STAGES, Limits, chunk_sizes
-from dta_compile.plan.division.dealing import NVLINK, Dealing, deal_out, exchange_seconds
+from dta_compile.plan.dealing import NVLINK, Dealing, deal_out, exchange_seconds
 from dta_compile.plan.peak_memory import Footprint, PartBytes
 from dta_compile.plan.schedule import Schedule
 from dta_compile.plan.simulate import Simulation, causal_pairs, simulate

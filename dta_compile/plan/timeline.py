@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from dta_compile.plan.cost import Limits
-from dta_compile.plan.division.dealing import Dealing
+from dta_compile.plan.dealing import Dealing
 from dta_compile.plan.events import Work, interpret
 from dta_compile.plan.peak_memory import bytes_by_op
 from dta_compile.plan.schedule import Attach, Op, Schedule, extent, format_op

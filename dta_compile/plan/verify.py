@@ -11,7 +11,7 @@ from typing import NoReturn
 import numpy as np
 
 from dta_compile.errors import ScheduleError
-from dta_compile.plan.division.dealing import Dealing
+from dta_compile.plan.dealing import Dealing
 from dta_compile.plan.events import Interpreter
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule, extent
 from dta_compile.plan.simulate import Simulation, by_group, simulate

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dta_compile.plan.balance import balance
+from dta_compile.plan.division.balance import balance
 from dta_compile.rollouts.trie import ForkPoint, Node, Trie
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from dta_compile.errors import PlanError
 from dta_compile.plan import Plan
 from dta_compile.plan.cost import Limits
-from dta_compile.plan.division.dealing import Dealing
+from dta_compile.plan.dealing import Dealing
 from dta_compile.plan.events import Held, interpret
 from dta_compile.plan.peak_memory import bytes_by_op
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Pop, Restore, Schedule, extent
@@ -69,7 +69,7 @@ def picture(plan: Plan, title: str, *data: Any) -> str:
     """
     tree, schedule, limits, known = plan.prefix_tree, plan.schedule, plan.limits, Known(*data)
     facts = {"summary": str(plan), "stats": dataclasses.asdict(plan.stats), "shared": tree.shared}
-    dealing, rank = plan.division.dealing, plan.rank
+    dealing, rank = plan.dealing, plan.rank
     columns = _segments(tree) | _ops(tree, schedule, dealing, rank) | _levels(tree, schedule, limits)
     columns |= _outcomes(tree, known) | _causes(tree, known)
     names = None if known.names is None else [str(name) for name in _counted("names", known.names, tree)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dta_compile.errors import OptionError, PlanError, ScheduleError
 from dta_compile.options import Options
 from dta_compile.plan import Footprint, Limits, PartBytes, PrefixTree, Schedule, plan, verify
-from dta_compile.plan.division.dealing import Dealing, deal_out, exchange_seconds
+from dta_compile.plan.dealing import Dealing, deal_out, exchange_seconds
 from tests.support.pages import read_page
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), max_size=14), max_size=9)

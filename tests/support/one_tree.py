@@ -45,7 +45,7 @@ def sharded(
     assert_equal(trained(ranks, scatter=False).parameters(), expected, EXACT)
     assert per_layer.is_sharded(ranks.wrapped)
     plan = dta_compile.last_plan(ranks.wrapped)
-    assert sum(plan.division.dealing.tokens) == plan.stats.tree_tokens
+    assert sum(plan.dealing.tokens) == plan.stats.tree_tokens
 
 
 def hybrid() -> None:
@@ -110,7 +110,7 @@ def drawn(build: Callable[[], nn.Module], seeds: range, left: bool = False, **op
         model.zero_grad()
         eager.zero_grad()
         plan = dta_compile.last_plan(compiled)
-        assert sum(plan.division.dealing.tokens) == plan.stats.tree_tokens, str(plan)
+        assert sum(plan.dealing.tokens) == plan.stats.tree_tokens, str(plan)
 
 
 def logprobs(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ def cheaper_or_not() -> None:
     weighted(compiled(ids)).backward()
     plan = dta_compile.last_plan(compiled)
     chosen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(chosen, plan.division.dealing is None)
+    dist.all_gather_object(chosen, plan.dealing is None)
     assert len(set(chosen)) == 1 and "one tree over" in str(plan), str(plan)
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,9 +23,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 from verl.workers.utils.losses import ppo_loss
 
-from dta_compile import last_plan
 from dta_compile.data import Rollout
-from dta_compile.plan import PrefixTree
 from tests.support import vision
 
 FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -324,32 +320,3 @@ def update(engine: Any, data: Any, config: FSDPActorConfig) -> dict[str, Any]:
     assert not output["model_output"]
     norm = output["metrics"]["grad_norm"]
     return {"loss": sum(output["loss"]), "grad_norm": norm, "metrics": sorted(output["metrics"])}
-
-
-def _two_ranks() -> dict[str, float]:
-    """Return the distances of weights and scores to verl's engine on as many ranks, how far the weights moved, and the
-    tokens of this rank's plan and of a tree over the rows that the rank was given."""
-    settings = Settings(tokens=90, entropy=0.01)
-    with tempfile.TemporaryDirectory() as path, verl_on_cpu():
-        save_model(path, VOCABULARY)
-        rollouts, ranks = nested_rollouts(VOCABULARY), dist.get_world_size()
-        # The two turns of an episode begin alike, and are on different ranks.
-        mine = [one for i, one in enumerate(rollouts) if (i + i // 2) % ranks == dist.get_rank()]
-        reference, engine = (engine_of(name, path, settings) for name in (REFERENCE, "dta"))
-        expected, ours = (train(one, mine, settings) for one in (reference, engine))
-        start = engine_of(REFERENCE, path, settings).module.named_parameters()
-        moved = max((full(parameter.detach()) - expected.weights[name]).abs().max().item() for name, parameter in start)
-    difference = max((ours.weights[name] - weight).abs().max().item() for name, weight in expected.weights.items())
-    scores = max((ours.scores[name] - value).abs().max().item() for name, value in expected.scores.items())
-    tokens = last_plan(engine.token_values).prefix_tree.num_rows
-    given = PrefixTree.build([rollout.tokens for rollout in mine]).num_rows
-    return {"moved": moved, "difference": difference, "scores": scores, "tokens": tokens, "given": given}
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    result = _two_ranks()
-    if dist.get_rank() == 0:
-        print(json.dumps(result), flush=True)
-    dist.destroy_process_group()

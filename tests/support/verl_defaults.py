@@ -1,11 +1,11 @@
 """An actor of verl as its default configuration makes it, on ranks that torchrun starts: `strategy=fsdp2`, then `dta`.
 
-    torchrun --standalone --nproc-per-node 2 -m tests.support.verl_defaults [--mixed]
+    torchrun --standalone --nproc-per-node 2 -m tests.support.verl_defaults [--mixed] [--small]
 
-verl's own configuration files are composed, its `ActorRolloutRefWorker` scores and updates on the bundled rollouts,
-which its trainer's balancing divides among ranks. What is not verl's default: the model, one mini-batch of all rows, the size
-of a micro-batch (which verl wants to be told), attention for CPUs in verl's own engine, float32 unless `--mixed`, and
-SGD: AdamW makes steps of rounding where a gradient is almost zero.
+verl's own configuration files are composed, its `ActorRolloutRefWorker` scores and updates on the bundled rollouts (or
+on `--small` ones), which its trainer's balancing divides among ranks. What is not verl's default: the model, one
+mini-batch of all rows, the size of a micro-batch (which verl wants to be told), attention for CPUs in its own engine,
+float32 unless `--mixed`, and SGD: AdamW makes steps of rounding where a gradient is almost zero.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def configuration(strategy: str, model: str, rows: int, mixed: bool) -> Any:
     changes = [
         f"{actor}.strategy={strategy}",
         f"{actor}.ppo_mini_batch_size={rows}",
-        f"{actor}.ppo_micro_batch_size_per_gpu=4",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+        f"{actor}.ppo_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
         f"actor_rollout_ref.model.path={model}",
         "+actor_rollout_ref.model.load_tokenizer=false",
     ]
@@ -116,9 +116,11 @@ def main() -> None:
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "empty_cache"):
         setattr(torch.cpu, name, lambda *_: 0)
     dist.init_process_group("gloo")
-    rollouts = load_rollouts(bundled(), dense=True)
+    small = "--small" in sys.argv
+    rollouts = verl_cpu.nested_rollouts(verl_cpu.VOCABULARY) if small else load_rollouts(bundled(), dense=True)
+    vocabulary = verl_cpu.VOCABULARY if small else vocab_size(bundled(), 64)
     with tempfile.TemporaryDirectory() as path, verl_cpu.verl_on_cpu():
-        verl_cpu.save_model(path, vocab_size(bundled(), 64), **SIZES)
+        verl_cpu.save_model(path, vocabulary, **({} if small else SIZES))
         start = verl_cpu.Qwen3ForCausalLM.from_pretrained(path).state_dict()
         expected, _ = trained(verl_cpu.REFERENCE, path, rollouts, mixed)
         ours, engine = trained("dta", path, rollouts, mixed)
@@ -137,10 +139,10 @@ def main() -> None:
         "difference": apart(ours, expected),
         "scores": [float((one["scores"] - exact["scores"]).abs().mean()) for one in (ours, expected)],
         "norms": [ours["norms"], expected["norms"], exact["norms"]],
-        "whole": tokens / PrefixTree.build([one.tokens for one in rollouts]).num_rows,
+        "all_rows": tokens / PrefixTree.build([one.tokens for one in rollouts]).num_rows,
         "compression": tokens / sum(ran),
         "slowest": tokens / len(ran) / max(ran),
-        "compression_of_verls_ranks": tokens / sum(given),
+        "compression_of_verls": tokens / sum(given),
     }
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)

@@ -265,6 +265,18 @@ def test_slices_of_the_tokens(model, name):
     check(model, loss, IDS)
 
 
+def test_labels_of_a_window_of_tokens_that_are_inputs(model):
+    """Shifted ones, a teacher's entries for a constant number of tokens: logits stay in the tree for both."""
+
+    def loss(ids, labels, entries):
+        shifted = model(ids)[:, :-1].log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+        return (shifted * ADVANTAGES).sum() + (model(ids)[:, -5:-1].log_softmax(-1).gather(-1, entries) ** 2).sum()
+
+    entries = (IDS[:, -4:, None] + torch.arange(3)) % VOCABULARY
+    _, numbers = check(model, loss, IDS, IDS[:, 1:].clone(), entries)
+    assert numbers <= 1 + 3
+
+
 def test_per_sequence_temperature_and_bias(model):
     temperatures, bias = REWARDS.exp() + 0.5, CLASS_WEIGHTS
 

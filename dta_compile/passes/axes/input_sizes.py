@@ -1,4 +1,5 @@
-"""input_sizes: find the inputs of a call that are weights, and make sizes of weights and ids constant.
+"""input_sizes: find the inputs of a call that are weights, make sizes of weights and ids constant, and those of indices
+equal to those of what they index.
 
 Dynamo traces all inputs except parameters of modules with symbolic sizes, since the sizes that count rows and tokens
 are known only from the mixer calls. Making a size constant adds a guard, so another number is traced anew.
@@ -17,8 +18,11 @@ from dta_compile.executable.layouts import InputKind
 from dta_compile.passes.axes.layouts import batch_and_tokens, mixer_calls
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.program import AmbiguousAxes, Program
-from dta_compile.passes.symbols import free_symbols, sizes
+from dta_compile.passes.symbols import free_symbols, hint, sizes
 
+aten = torch.ops.aten
+
+BY_INDEX = (aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -39,6 +43,9 @@ def input_sizes(program: Program) -> None:
         elif spec.kind is InputKind.DATA and node.meta["val"].dtype in INTEGERS and len(sizes(node)) > 2:
             _fix(node, _codebooks(node, counting, tokens))
     program.inputs = inputs
+    for node in program.graph.nodes:
+        if node.target in BY_INDEX:
+            _equal_sizes(node)
 
 
 def _codebooks(node: fx.Node, counting: set[sympy.Symbol], tokens: set[sympy.Expr]) -> list[int]:
@@ -48,6 +55,17 @@ def _codebooks(node: fx.Node, counting: set[sympy.Symbol], tokens: set[sympy.Exp
     """
     first = 1 if tokens.intersection(sizes(node)) else 2
     return [i for i, size in enumerate(sizes(node)) if i >= first and not size.free_symbols <= counting]
+
+
+def _equal_sizes(node: fx.Node) -> None:
+    """Make equal sizes of an operand and its indices one by a guard: these may be fewer, so that torch asks for none.
+
+    Labels `[B, S - 1]` that are an input are then known to be of the tokens of `logits[:, :-1]`.
+    """
+    source, dim, index = (arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args[:3])
+    for i, (one, other) in enumerate(zip(source.shape, index.shape, strict=True)):
+        if i != dim % source.dim() and hint(one) == hint(other):
+            bool(one == other)
 
 
 def _fix(node: fx.Node, dims: Iterable[int]) -> None:

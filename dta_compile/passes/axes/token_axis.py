@@ -313,7 +313,8 @@ def _rows_of_no_token(rule: Rule, arguments: Arguments, value: Value) -> str | N
     """Why an operator cannot combine one value per sequence with tokens: chunks hold tokens of several sequences."""
     if rule is pointwise or not isinstance(value, Layout) or value.token_dim is None:
         return None
-    for arg, layout in arguments.layouts.items():
+    for arg in arguments.layouts:
+        layout = arguments[arg]  # a window of tokens of constant length is one only beside others
         if layout.batch_dim is not None and layout.token_dim is None:
             return f"it takes one value per sequence, {arg.name}, to tokens"
     return None

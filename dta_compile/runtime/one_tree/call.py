@@ -19,7 +19,7 @@ from dta_compile.distributed.group import Group
 from dta_compile.errors import RuntimeContractError
 from dta_compile.executable.chunk import Part
 from dta_compile.executable.executable import ChunkInput
-from dta_compile.plan.division.dealing import Dealing
+from dta_compile.plan.dealing import Dealing
 from dta_compile.plan.plan import plan_of_ranks
 from dta_compile.plan.tree.lexicographic import codes_of, combine
 from dta_compile.plan.tree.prefix_tree import PrefixTree
@@ -175,7 +175,7 @@ def over_ranks(own: PlannedCall, mode: str, group: Group, is_forced: bool) -> Pl
     limits = own.plan.limits.agreed([of_rank.limits for of_rank in facts]).of_sweep("stages")
     limits = dataclasses.replace(limits, head_starts=rows.head_starts)
     plan = plan_of_ranks(rows.tree, own.plan, limits, mode, group.rank, group.size, _link(own))
-    assert plan.division.dealing is not None
+    assert plan.dealing is not None
     slowest = max(of_rank.seconds for of_rank in facts)
     if not is_forced and plan.estimates.seconds >= slowest:
         note = (
@@ -184,7 +184,10 @@ def over_ranks(own: PlannedCall, mode: str, group: Group, is_forced: bool) -> Pl
         own.plan.estimates.notes.append(note)
         return own
     plan.estimates.notes += own.plan.estimates.notes
-    routes, heads = StateRoutes(plan.division.dealing, group.rank), head_routes(rows, plan.division.dealing, begins, group.rank)
+    routes, heads = (
+        StateRoutes(plan.dealing, group.rank),
+        head_routes(rows, plan.dealing, begins, group.rank),
+    )
     of_tokens = rows.head_rows.reshape(-1)[begins[group.rank] : begins[group.rank + 1]]
     layout = dataclasses.replace(own.layout, rows=_own_heads(own, of_tokens, heads, len(rows.head_positions)))
     wanted = [number for number, is_wanted in enumerate(own.wanted) if is_wanted]
@@ -205,7 +208,7 @@ def over_ranks(own: PlannedCall, mode: str, group: Group, is_forced: bool) -> Pl
         routes=routes,
         heads=heads,
         owned=OwnedRows(group, heads, layout, own.executable.frontier, wanted),
-        inputs=_moved_inputs(own, group, rows, plan.division.dealing, begins),
+        inputs=_moved_inputs(own, group, rows, plan.dealing, begins),
         spans=spans,
     )
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dta_compile.plan.division.dealing import Dealing
+from dta_compile.plan.dealing import Dealing
 from dta_compile.runtime.rows.batch_rows import BatchRows, Integers
 
 NONE = np.zeros(0, np.int64)

@@ -1,6 +1,6 @@
 """Write the page BALANCING.md from the figures of a run.
 
-    python -m benchmarks.balancing_page build/balancing/balancing.json [--output benchmarks]
+    python -m benchmarks.balancing.page build/balancing/balancing.json [--output benchmarks]
 
 Writes BALANCING.md and its plots into the folder.
 """

@@ -83,7 +83,7 @@ class Dealing:
     @property
     def imbalance(self) -> float:
         """Largest cost of a rank over the mean: 1.0 if all have equal work."""
-        return max(self.costs) * self.ranks / max(sum(self.costs), 1e-300)
+        return max(self.costs) * self.ranks / sum(self.costs) if any(self.costs) else 1.0
 
     @functools.cached_property
     def tokens(self) -> list[int]:
@@ -274,8 +274,7 @@ def deal_out(tree: PrefixTree, options: Options, limits: Limits, mode: str, rank
     kept, left = 0, float(limits.budget)
     for number, part in enumerate(reversed(limits.parts)):
         # The last part goes backward right after its forward: one piece of it is not kept beside others.
-        is_free = number == 0 and dealing.rounds == 1 and len(limits.parts) > 1
-        left -= 0.0 if is_free else part.footprint.graph(most)
+        left -= part.footprint.graph(most) if number or dealing.rounds > 1 else 0.0
         if left < 0:
             break
         kept += 1

@@ -70,7 +70,9 @@ class OverRanks:
 
     def own_trees(self, sequences: Sequence[Recorded], mode: str = "transparent") -> RanksStep:
         """Divide the sequences by `balance` (Algorithm 4, or better), and plan each rank's tree."""
-        options = dataclasses.replace(self.options, mesh=None)
+        # Without a model there are no layers to choose a sweep by, and one tree is swept by stages.
+        sweep = "stages" if self.shape is None else "auto"
+        options = dataclasses.replace(self.options, mesh=None, strategy="auto", sweep=sweep)
         groups = balance(tree_of(sequences), self.ranks.count, self._limits(PrefixTree.build([]), []).cost)
         seconds, tokens, peak = [], 0, 0.0
         for group in groups:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -83,7 +84,7 @@ class Dealing:
     @property
     def imbalance(self) -> float:
         """Largest cost of a rank over the mean: 1.0 if all have equal work."""
-        return max(self.costs) * self.ranks / max(sum(self.costs), 1e-300)
+        return max(self.costs) * self.ranks / sum(self.costs) if any(self.costs) else 1.0
 
     @functools.cached_property
     def tokens(self) -> list[int]:
@@ -274,8 +275,7 @@ def deal_out(tree: PrefixTree, options: Options, limits: Limits, mode: str, rank
     kept, left = 0, float(limits.budget)
     for number, part in enumerate(reversed(limits.parts)):
         # The last part goes backward right after its forward: one piece of it is not kept beside others.
-        is_free = number == 0 and dealing.rounds == 1 and len(limits.parts) > 1
-        left -= 0.0 if is_free else part.footprint.graph(most)
+        left -= part.footprint.graph(most) if number or dealing.rounds > 1 else 0.0
         if left < 0:
             break
         kept += 1
@@ -298,18 +298,16 @@ def exchange_seconds(
     """
     layers = sum(part.footprint.kv_token > 0 or part.footprint.has_states for part in limits.parts)
     forward, backward = limits.cost.forward.token, limits.cost.backward.token
+    kinds = [(share, Counter((extent(op), type(op) is Backward) for op in run.ops)) for share, run in schedule.kinds]
     seconds = 0.0
     for number, chunk in enumerate(schedule.chunks):
         traffic = dealing.traffic[number]
         tokens, messages = (int(max(counts.sum(0).max(), counts.sum(1).max())) for counts in (traffic, traffic > 0))
         sent, wait = limits.footprint.kv_token * tokens / link, layers * messages * latency
         in_turn = IN_TURN * dealing.in_turn(number) if limits.footprint.has_states else 0.0
-        for share, of_parts in schedule.kinds:
-            runs = [type(op) for op in of_parts.ops if extent(op) == chunk]
-            back = runs.count(Backward)
-            again = len(runs) - back
-            seconds += share * (again * (sent + wait + in_turn * forward))
-            seconds += share * (back * (GRADIENTS * sent + wait + in_turn * backward))
+        for share, runs in kinds:
+            seconds += share * runs[chunk, False] * (sent + wait + in_turn * forward)
+            seconds += share * runs[chunk, True] * (GRADIENTS * sent + wait + in_turn * backward)
     return seconds
 
 

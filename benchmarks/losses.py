@@ -155,7 +155,7 @@ def entropy_bonus(models: Models, ids: torch.Tensor, inputs: Tensors) -> torch.T
 
 def accuracy(models: Models, ids: torch.Tensor, inputs: Tensors) -> torch.Tensor:
     logits = models.policy(ids)
-    return (logits.argmax(-1) == ids[:, 1:]) - chosen(logits.log_softmax(-1), ids)
+    return (logits.argmax(-1) == ids[:, 1:]).float() - chosen(logits.log_softmax(-1), ids)
 
 
 def squared_probabilities(models: Models, ids: torch.Tensor, inputs: Tensors) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -25,6 +25,10 @@ def _attempt(make: Callable[[], T]) -> tuple[T | None, str]:
         return make(), ""
     except DTAError as error:
         return None, str(error)
+
+
+Kind = tuple[Sequence[int], torch.dtype]
+"""Shape and dtype of a tensor."""
 
 
 class Work(NamedTuple):
@@ -109,17 +113,38 @@ class Group:
         dist.all_to_all_single(out, raw, list(received), list(sizes), self._group)
         return out.to(values.device).view(values.dtype).reshape(-1, *entry)
 
+    def swap(
+        self, sent: Mapping[int, torch.Tensor], received: Mapping[int, Kind], device: torch.device
+    ) -> dict[int, torch.Tensor]:
+        """Send a tensor to each of some ranks, and receive one of the given shape and dtype from each of others.
+
+        The ranks call this together, each for its own messages.
+        """
+        raw = {rank: self._raw(value) for rank, value in sent.items()}
+        space = {rank: self._space(*kind, device) for rank, kind in received.items()}
+        messages = [dist.P2POp(dist.isend, value, self._global(rank), self._group) for rank, value in raw.items()]
+        messages += [dist.P2POp(dist.irecv, value, self._global(rank), self._group) for rank, value in space.items()]
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()
+        return {rank: space[rank].to(device).view(dtype).reshape(*shape) for rank, (shape, dtype) in received.items()}
+
     def post(self, value: torch.Tensor, rank: int) -> Work:
         """Begin to send a tensor to another rank, which calls `receive`; messages to a rank keep their order."""
-        raw = value.contiguous().reshape(-1).view(torch.uint8).to(self._transport(value.device))
+        raw = self._raw(value)
         return Work(dist.isend(raw, self._global(rank), self._group), raw)
 
     def receive(self, rank: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the tensor that another rank sends by `post`."""
-        count = math.prod(shape) * dtype.itemsize
-        raw = torch.empty(count, dtype=torch.uint8, device=self._transport(device))
+        raw = self._space(shape, dtype, device)
         dist.recv(raw, self._global(rank), self._group)
         return raw.to(device).view(dtype).reshape(*shape)
+
+    def _raw(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of a tensor where the group's backend can send them from."""
+        return value.contiguous().reshape(-1).view(torch.uint8).to(self._transport(value.device))
+
+    def _space(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=self._transport(device))
 
     def _global(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)

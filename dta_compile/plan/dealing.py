@@ -12,6 +12,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,21 @@ NVLINK = 4.5e11  # bytes a second that an H100 sends to, and as many that it rec
 LATENCY = 2e-5  # seconds until a message is there, between GPUs of a node; an assumption
 GRADIENTS = 2  # bytes of gradients of states, in float32, relative to states in 16 bits
 IN_TURN = 0.2  # share of a recurrent model's time that is spent in its recurrences, an assumption
+
+
+class KeptByParts(NamedTuple):
+    """What parts of the model keep from the first half of a schedule to the second.
+
+    Attributes:
+        graphs: number of parts, counted from the last, that keep their graphs.
+        results: whether the others keep the results of attention.
+    """
+
+    graphs: int = 0
+    results: bool = False
+
+
+NOTHING_KEPT = KeptByParts()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -193,20 +209,26 @@ class Dealing:
         pieces = [self.piece(rank, number) for number in range(self.rounds)]
         return [chunk_of(self.tree, start, stop) for start, stop in pieces if start < stop]
 
-    def schedule(self, rank: int, options: Options, mode: str, parts: int = 1, kept: int = 0) -> Schedule:
+    def schedule(
+        self, rank: int, options: Options, mode: str, parts: int = 1, kept: KeptByParts = NOTHING_KEPT
+    ) -> Schedule:
         """Return the ops of a rank, for a sweep of stages.
 
         The states that other pieces read are exchanged while an op runs: all ranks run the ops of a round together. The
         second half computes again the states of all rounds that later ones read, and goes backward through the rounds.
 
         Args:
-            kept: number of the last of `parts` that keep their graphs from the first half to the second.
+            parts: number of parts of the model.
+            kept: what they keep from the first half to the second.
         """
         chunks = self.chunks(rank)
         size = max((chunk.tokens for chunk in chunks), default=1)
 
         def ops(keeps: bool) -> Schedule:
-            first: list[Op] = [Forward(chunk, True) if keeps else Anchor(chunk, True) for chunk in chunks]
+            results = kept.results and mode != "score"
+            first: list[Op] = [
+                Forward(chunk, True) if keeps else Anchor(chunk, True, results=results) for chunk in chunks
+            ]
             if sequences := tuple(range(len(self.tree.lengths))):
                 first.append(Attach(sequences))
             second: list[Op] = [] if keeps else [Anchor(chunk) for chunk in chunks[:-1]]
@@ -216,9 +238,9 @@ class Dealing:
                 (*first, *(() if mode == "score" else second)), ONE_TREE, options.order, mode, size, "stages"
             )
 
-        if mode == "score" or not kept:
+        if mode == "score" or not kept.graphs:
             return ops(False)
-        return ops(False).with_parts([(parts - kept, ops(False)), (kept, ops(True))])
+        return ops(False).with_parts([(parts - kept.graphs, ops(False)), (kept.graphs, ops(True))])
 
     def check(self) -> None:
         """Verify that the pieces divide the rows of the tree, and that what a piece reads is computed no later.
@@ -256,11 +278,11 @@ def chunk_of(tree: PrefixTree, start: int, stop: int) -> Chunk:
     return Chunk(None, tuple(slices))
 
 
-def deal_out(tree: PrefixTree, options: Options, limits: Limits, mode: str, ranks: int) -> tuple[Dealing, int]:
+def deal_out(tree: PrefixTree, options: Options, limits: Limits, mode: str, ranks: int) -> tuple[Dealing, KeptByParts]:
     """Deal a tree out by the limits that ranks agree on.
 
     Returns:
-        the pieces, and how many parts, counted from the last, keep their graphs from forward to backward.
+        the pieces, and what parts keep within the budget.
     """
     sizes = limits.chunk_sizes if options.chunk_size is None else (options.chunk_size,)
     forward, backward = limits.cost.forward, limits.cost.backward
@@ -268,18 +290,20 @@ def deal_out(tree: PrefixTree, options: Options, limits: Limits, mode: str, rank
     rates = forward.token + backward.token, forward.pair + backward.pair
     dealing = Dealing.of(tree, ranks, max(sizes), rates, (forward.head + backward.head) * np.diff(heads))
     if mode == "score" or not limits.parts:
-        return dealing, 0
+        return dealing, NOTHING_KEPT
     if limits.budget is None:
-        return dealing, len(limits.parts)
+        return dealing, KeptByParts(len(limits.parts))
     most = Work(0, 0, max(dealing.tokens), 0, int(_by_rank(np.diff(heads[dealing.bounds]), ranks).max(initial=0)))
     kept, left = 0, float(limits.budget)
     for number, part in enumerate(reversed(limits.parts)):
         # The last part goes backward right after its forward: one piece of it is not kept beside others.
-        left -= part.footprint.graph(most) if number or dealing.rounds > 1 else 0.0
-        if left < 0:
+        size = part.footprint.graph(most) if number or dealing.rounds > 1 else 0.0
+        if size > left:
             break
-        kept += 1
-    return dealing, kept
+        kept, left = kept + 1, left - size
+    others = limits.parts[: len(limits.parts) - kept]
+    results = most.tokens * sum(part.footprint.result_token for part in others)
+    return dealing, KeptByParts(kept, 0 < results <= left)
 
 
 def exchange_seconds(

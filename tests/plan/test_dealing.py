@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dta_compile.errors import OptionError, PlanError, ScheduleError
 from dta_compile.options import Options
 from dta_compile.plan import Footprint, Limits, PartBytes, PrefixTree, Schedule, plan, verify
-from dta_compile.plan.dealing import Dealing, deal_out, exchange_seconds
+from dta_compile.plan.dealing import Dealing, KeptByParts, deal_out, exchange_seconds
 from tests.support.pages import read_page
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), max_size=14), max_size=9)
@@ -158,10 +158,10 @@ def test_exchange_is_priced_by_bytes_and_messages():
     dealing, _ = deal_out(tree, Options(chunk_size=100), limits, "transparent", 2)
     read = dealing.received[1]
     assert (read, dealing.traffic.tolist()) == (dealing.tokens[0], [[[0, 0], [read, 0]]])
-    schedule = dealing.schedule(1, Options(), "transparent", 2, 2)
+    schedule = dealing.schedule(1, Options(), "transparent", 2, KeptByParts(2))
     seconds = exchange_seconds(dealing, schedule, limits, link=1e3, latency=1.0)
     assert seconds == pytest.approx((1 + 2) * read * 10 / 1e3 + 2 * 2 * 1.0)
-    again = dealing.schedule(1, Options(), "transparent", 2, 0)  # both parts go forward twice
+    again = dealing.schedule(1, Options(), "transparent", 2)  # both parts go forward twice
     more = exchange_seconds(dealing, again, limits, link=1e3, latency=1.0)
     assert more == pytest.approx((2 + 2) * read * 10 / 1e3 + 3 * 2 * 1.0)
     states = dataclasses.replace(limits, footprint=Footprint(kv_token=10.0, state=1.0))

@@ -98,12 +98,6 @@ class PieceCall(PlannedCall):
         return self.executable.parts
 
     @property
-    def stack_tokens(self) -> int:
-        """See `PlannedCall.stack_tokens`: those above a piece, and those that other pieces read."""
-        above = max((len(piece.above) for piece in self.routes.pieces), default=0)
-        return above + sum(map(len, self.routes.exported))
-
-    @property
     def computed_rows(self) -> int:
         """See `PlannedCall.computed_rows`."""
         return self.routes.dealing.tokens[self.group.rank]

@@ -51,6 +51,7 @@ class PieceExecutor(Executor):
                 match op:
                     case Anchor():
                         self._anchor(op)
+                        self.path.finish()
                     case Forward():
                         self._forward(op, only_for_backward=False)
                     case Backward():

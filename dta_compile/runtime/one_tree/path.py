@@ -108,7 +108,7 @@ class PiecePath(PathStack):
         self.running_owed: dict[int, dict[int, torch.Tensor]] = {}
 
     def finish(self) -> None:
-        """Forget the states above the piece, after its backward."""
+        """Forget the states above the piece, which no backward of it reads again."""
         for layer in range(len(self.layers)):
             self.above.pop((self._number, layer), None)
             self.running_above.pop((self._number, layer), None)
@@ -133,11 +133,15 @@ class PiecePath(PathStack):
         self.write(layer, *states)
         self._measure_queries(layer, operands, constants)
         above = self.above[self._number, layer] = self._exchange(layer, states)
-        results = [
-            self._runtime(layer).forward(self._inputs_of(part, layer, operands, constants, above))
-            for part in self._parts
-        ]
-        return as_returned(tuple(_joined(values, mixer.token_dim) for values in zip(*results, strict=True)))
+        results = self.results.pop(layer, None)
+        if results is None:
+            of_parts = [
+                self._runtime(layer).forward(self._inputs_of(part, layer, operands, constants, above))
+                for part in self._parts
+            ]
+            results = tuple(_joined(values, mixer.token_dim) for values in zip(*of_parts, strict=True))
+        self._record(layer, results)
+        return as_returned(results)
 
     def mix_backward(self, layer: int, grad: torch.Tensor, *arguments: Any) -> torch.Tensor | Tensors:
         """Run a mixer's `backward` operator; send gradients of states above to the ranks that computed these.
@@ -218,25 +222,24 @@ class PiecePath(PathStack):
 
     def _exchange(self, layer: int, states: Tensors) -> Tensors:
         """Send states of this rank's tokens to the ranks whose pieces of this round they are above, and get theirs."""
-        specs = self.layers[layer].states
-        works = [
-            self.group.post(_packed(self._taken(layer, states, read), specs), reader)
-            for reader, read in self.routes.sent[self._number].items()
-        ]
+        specs, rank = self.layers[layer].states, self.group.rank
+        sent, received = self.routes.sent[self._number], self.routes.received[self._number]
+        arrived = self._swapped(
+            {reader: self._taken(layer, states, read) for reader, read in sent.items()},
+            {source: read.number for source, read in received.items() if source != rank},
+            states,
+            specs,
+        )
         count = len(self._piece.above)
         above = tuple(
             value.new_empty((*value.shape[: spec.token_dim], count, *value.shape[spec.token_dim + 1 :]))
             for value, spec in zip(states, specs, strict=True)
         )
-        for source, read in self.routes.received[self._number].items():
-            if source == self.group.rank:
-                values = self._taken(layer, states, read)
-            else:
-                values = self._receive_packed(states, specs, read.number, source)
+        for source, read in received.items():
+            values = self._taken(layer, states, read) if source == rank else arrived[source]
             positions = upload(read.positions, self.device)
             for value, target, spec in zip(values, above, specs, strict=True):
                 target.index_copy_(spec.token_dim, positions, value)
-        _wait(works)
         return above
 
     def _taken(self, layer: int, states: Tensors, read: Read) -> Tensors:
@@ -258,21 +261,22 @@ class PiecePath(PathStack):
 
     def _return_gradients(self, layer: int, of_above: Tensors, of_states: Tensors) -> None:
         """Send the gradients of states above to their ranks; add those that arrive, and those of later rounds."""
-        specs, works = self.layers[layer].states, []
-        own: list[tuple[Read, Tensors]] = []
-        for source, read in self.routes.received[self._number].items():
+        specs, rank = self.layers[layer].states, self.group.rank
+        sent, received = self.routes.sent[self._number], self.routes.received[self._number]
+
+        def of_rows(read: Read) -> Tensors:
             positions = upload(read.positions, self.device)
-            values = tuple(v.index_select(spec.token_dim, positions) for v, spec in zip(of_above, specs, strict=True))
-            if source == self.group.rank:
-                own.append((read, values))
-            else:
-                works.append(self.group.post(_packed(values, specs), source))
-        for reader, read in self.routes.sent[self._number].items():
-            own.append((read, self._receive_packed(of_above, specs, read.number, reader)))
-        for read, values in own:
-            self._add(layer, read, values, of_states)
+            pairs = zip(of_above, specs, strict=True)
+            return tuple(value.index_select(spec.token_dim, positions) for value, spec in pairs)
+
+        own = {source: of_rows(read) for source, read in received.items()}
+        of_self = own.pop(rank, None)
+        arrived = self._swapped(own, {reader: read.number for reader, read in sent.items()}, of_above, specs)
+        if of_self is not None:
+            self._add(layer, received[rank], of_self, of_states)
+        for reader, values in arrived.items():
+            self._add(layer, sent[reader], values, of_states)
         self._settle(layer, of_states)
-        _wait(works)
 
     def _add(self, layer: int, read: Read, values: Tensors, of_states: Tensors) -> None:
         """Add gradients of a read's rows: those of this round to the piece's, earlier ones to what is owed."""
@@ -305,15 +309,21 @@ class PiecePath(PathStack):
         for value, total, spec in zip(owed, of_states, self.layers[layer].states, strict=True):
             total.index_add_(spec.token_dim, rows, value.to(total.dtype))
 
-    def _receive_packed(self, like: Tensors, specs: Sequence[StateSpec], count: int, source: int) -> Tensors:
-        """Receive a message of `_packed`, of states like the given ones but of `count` tokens."""
+    def _swapped(
+        self, sent: Mapping[int, Tensors], counts: Mapping[int, int], like: Tensors, specs: Sequence[StateSpec]
+    ) -> dict[int, Tensors]:
+        """Exchange states like the given ones with other ranks, in one message to each; `counts`: tokens from each."""
         shapes = [value.movedim(spec.token_dim, 0).shape[1:] for value, spec in zip(like, specs, strict=True)]
         widths = [value.itemsize * shape.numel() for value, shape in zip(like, shapes, strict=True)]
-        raw = self._receive(source, count, (sum(widths),), torch.uint8)
-        return tuple(
-            part.contiguous().view(value.dtype).reshape(count, *shape).movedim(0, spec.token_dim)
-            for part, value, shape, spec in zip(raw.split(widths, 1), like, shapes, specs, strict=True)
-        )
+        kinds = {source: ((count, sum(widths)), torch.uint8) for source, count in counts.items()}
+        raw = self.group.swap({rank: _packed(states, specs) for rank, states in sent.items()}, kinds, self.device)
+        return {
+            source: tuple(
+                part.contiguous().view(value.dtype).reshape(len(part), *shape).movedim(0, spec.token_dim)
+                for part, value, shape, spec in zip(message.split(widths, 1), like, shapes, specs, strict=True)
+            )
+            for source, message in raw.items()
+        }
 
     # Running states.
 

@@ -148,8 +148,7 @@ class PathStack:
         results = self.results.pop(layer, None)
         if results is None:
             results = self._runtime(layer).forward(self._inputs(layer, operands, constants))
-        if self.recorded is not None:
-            self.recorded[layer] = tuple(result.clone() for result in results)  # the graph may write over its own
+        self._record(layer, results)
         return as_returned(results)
 
     def mix_backward(self, layer: int, grad: torch.Tensor, *arguments: Any) -> torch.Tensor | Tensors:
@@ -167,6 +166,10 @@ class PathStack:
             grads = self._runtime(layer).backward(grad, results, inputs, states.gradients_above(reach))
             states.take(reach, mixer.states_of(grads))
         return as_returned(tuple(map(in_dtype_of, operands, grads)))
+
+    def _record(self, layer: int, results: Tensors) -> None:
+        if self.recorded is not None:
+            self.recorded[layer] = tuple(result.clone() for result in results)  # the graph may write over its own
 
     def _measure_keys(self, layer: int, states: Tensors) -> None:
         if layer in self.fillers:

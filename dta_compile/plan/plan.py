@@ -242,13 +242,6 @@ def make_plan(
     return Plan(tree, schedule, simulation, options, explain, estimates, segments, split, limits)
 
 
-def plan_of_ranks(
-    tree: PrefixTree, own: Plan, limits: Limits, mode: str, rank: int, ranks: int, link: float = math.inf
-) -> Plan:
-    """Plan one tree over ranks in a compiled call, by the options of `own`, the plan of this rank's own tree."""
-    return plan_one_tree(tree, own.options, limits, mode, rank, ranks, link)
-
-
 def plan_one_tree(
     tree: PrefixTree, options: Options, limits: Limits, mode: str, rank: int, ranks: int, link: float = math.inf
 ) -> Plan:

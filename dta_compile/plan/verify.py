@@ -261,14 +261,18 @@ class _Replay(Interpreter):
                 "transparent mode, a spine, out",
                 str(op.chunk),
             )
-        elif op.results and (not self.by_stages or self.schedule.mode != "transparent" or not op.out):
+        else:
+            self.check_results(op)
+        if op.out:
+            self.written[rows] = True
+
+    def check_results(self, op: Anchor) -> None:
+        if op.results and (not self.by_stages or self.schedule.mode != "transparent" or not op.out):
             self.fail(
                 "results of attention are kept from the first to the second half of a sweep of stages",
                 "transparent mode, a sweep of stages, out",
                 str(op.chunk),
             )
-        if op.out:
-            self.written[rows] = True
 
     def check_graph(self, chunk: Chunk, rows: IntArray) -> None:
         if self.schedule.mode == "score":
@@ -432,11 +436,13 @@ class _PieceReplay(_Replay):
         if missing := set(range(number)) - self.rounds:
             expected, got = f"rounds 0 to {number - 1} before it", f"no states of round {min(missing)}"
             self.fail("a piece reads states of earlier rounds", expected, got)
-        if op.states or (isinstance(op, Anchor) and op.keeps):
-            self.fail("a piece keeps its graph, or nothing", "no flags but out", str(op.chunk))
+        if op.states or (isinstance(op, Anchor) and op.kv):
+            self.fail("states of a piece are exchanged, not kept", "no flags but out and results", str(op.chunk))
         if isinstance(op, Forward):
             self.check_graph(chunk, rows)
             self.graph[rows] = self.position
+        else:
+            self.check_results(op)
         self.written[rows] |= op.out
         self.rounds.add(number)
 

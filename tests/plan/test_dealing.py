@@ -105,7 +105,7 @@ RULES = {
     "after the attach of all": lambda lines: [line.replace("s0..s5", "s0..s4") for line in lines],
     "every token is backpropagated": lambda lines: lines[:4],
     "no graph is live": lambda lines: lines[:-1],
-    "keeps its graph, or nothing": lambda lines: [line.replace(" out", " out results") for line in lines],
+    "states of a piece are exchanged": lambda lines: [line.replace(" out", " out kv") for line in lines],
     "states of earlier rounds": lambda lines: lines[:4] + lines[5:],
     "gradients that later rounds have": lambda lines: [*lines[:5], lines[7], lines[8], lines[5], lines[6]],
     "chunks of the first": lambda lines: [*lines, "forward  s0[0:1]"],

@@ -201,6 +201,7 @@ SCENARIOS: dict[str, tuple[tuple[int, ...], Callable[[], None]]] = {
         (3,),
         lambda: drawn(TinyLM, range(20), left=True, chunk_size=None, memory_budget=0),
     ),
+    "one tree, drawn, results of attention kept": ((2, 3), lambda: drawn(TinyLM, range(1, 13), memory_budget=20_000)),
     "one tree, per layer": ((2, 4), lambda: sharded(per_layer.tiny)),
     "one tree, hybrid": ((4,), hybrid),
     "one tree, tensor parallel": ((4,), with_tensor_parallelism),

@@ -20,7 +20,7 @@ from dta_compile.errors import RuntimeContractError
 from dta_compile.executable.chunk import Part
 from dta_compile.executable.executable import ChunkInput
 from dta_compile.plan.dealing import Dealing
-from dta_compile.plan.plan import plan_of_ranks
+from dta_compile.plan.plan import plan_one_tree
 from dta_compile.plan.tree.lexicographic import codes_of, combine
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.proofs.mask_class import MaskClass
@@ -168,7 +168,7 @@ def over_ranks(own: PlannedCall, mode: str, group: Group, is_forced: bool) -> Pl
     rows, begins = _rows_of_all(own, facts)
     limits = own.plan.limits.agreed([of_rank.limits for of_rank in facts]).of_sweep("stages")
     limits = dataclasses.replace(limits, head_starts=rows.head_starts)
-    plan = plan_of_ranks(rows.tree, own.plan, limits, mode, group.rank, group.size, _link(own))
+    plan = plan_one_tree(rows.tree, own.plan.options, limits, mode, group.rank, group.size, _link(own))
     assert plan.dealing is not None
     slowest = max(of_rank.seconds for of_rank in facts)
     if not is_forced and plan.estimates.seconds >= slowest:

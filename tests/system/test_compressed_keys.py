@@ -157,7 +157,7 @@ class Blocks(nn.Module):
     def _by_operators(self, k: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
         means = dta_compile.attention(torch.zeros_like(k), k, k, window=self.stride)
         how = Choosing(KEYS + 1, self.stride, True, False, False, self.stride)
-        operands = (i, torch.ones_like(i[..., :1]), means, *Masking.causal(1.0, 0.0))
+        operands = (i, torch.ones_like(i[..., :1]), means, *Masking.causal(UNSCALED).arguments)
         return CHOSEN(CHOOSE_KEYS_CALL(*operands, *how, None), -(-k.shape[2] // self.stride))
 
     def _by_definition(self, k: torch.Tensor, i: torch.Tensor) -> torch.Tensor:

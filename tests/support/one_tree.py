@@ -15,11 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dta_compile
 from dta_compile.errors import DTAError, RuntimeContractError
-from tests.support import per_layer, tensor_parallel
+from tests.support import per_layer, recurrent, tensor_parallel
 from tests.support.ranks import EXACT, Trained, Wrapped, assert_equal, reference, trained
 from tests.support.recurrent import no_float32_islands
 from tests.support.tiny import TinyLM, weighted
 
+ISLANDS = 2e-6  # of models that compute norms in float32
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -86,7 +87,9 @@ def drawn_batches(seed: int, left: bool = False) -> list[Batch]:
     return batches
 
 
-def drawn(build: Callable[[], nn.Module], seeds: range, left: bool = False, **options: Any) -> None:
+def drawn(
+    build: Callable[[], nn.Module], seeds: range, left: bool = False, tolerance: float = 1e-9, **options: Any
+) -> None:
     """Compare outputs of this rank's rows, and gradients summed over ranks, with one process run eagerly."""
     model, eager, rank = build(), build(), dist.get_rank()
     compiled = torch.compile(model, backend="dta", options=over(codegen="eager", **options))
@@ -98,15 +101,16 @@ def drawn(build: Callable[[], nn.Module], seeds: range, left: bool = False, **op
             if number == rank:
                 actual = logprobs(compiled, ids, mask)
                 weighted(actual * mask).backward()
-                torch.testing.assert_close(actual * mask, expected * mask, rtol=1e-9, atol=1e-9)
+                torch.testing.assert_close(actual * mask, expected * mask, rtol=tolerance, atol=tolerance)
                 with torch.no_grad():
-                    torch.testing.assert_close(logprobs(compiled, ids, mask), actual, rtol=1e-9, atol=1e-9)
+                    scored = logprobs(compiled, ids, mask)
+                torch.testing.assert_close(scored * mask, actual * mask, rtol=tolerance, atol=tolerance)
         for (name, parameter), other in zip(model.named_parameters(), eager.parameters(), strict=True):
             total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(total)
             wanted = torch.zeros_like(other) if other.grad is None else other.grad
             scale = max(1.0, wanted.abs().max().item())
-            assert (total - wanted).abs().max() <= 1e-9 * scale, (seed, name, (total - wanted).abs().max())
+            assert (total - wanted).abs().max() <= tolerance * scale, (seed, name, (total - wanted).abs().max())
         model.zero_grad()
         eager.zero_grad()
         plan = dta_compile.last_plan(compiled)
@@ -122,12 +126,22 @@ class _Holder:
         self.model = lambda ids, mask: model(ids, mask)
 
 
-def toys(*names: str) -> Iterator[tuple[str, Callable[[], None]]]:
-    for name in names:
+class _Toy(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
 
-        def run(name: str = name) -> None:
-            with no_float32_islands():
-                drawn(functools.partial(per_layer.toy, name), range(5))
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> Any:
+        return self.model(input_ids=ids, attention_mask=mask, use_cache=False)
+
+
+def toys() -> Iterator[tuple[str, Callable[[], None]]]:
+    builds = {name: functools.partial(per_layer.toy, name) for name in ("mistral", "gemma3")}
+    builds |= {name: functools.partial(recurrent.build, name, torch.float64) for name in ("qwen3_next", "mamba2")}
+    for name, build in builds.items():
+
+        def run(build: Callable[[], nn.Module] = build) -> None:
+            drawn(lambda: _Toy(build()), range(5), tolerance=ISLANDS)
 
         yield f"one tree, {name}", run
 
@@ -208,8 +222,5 @@ SCENARIOS: dict[str, tuple[tuple[int, ...], Callable[[], None]]] = {
     "one tree, packed rows": ((2, 3), packed_rows),
     "one tree, auto": ((2,), cheaper_or_not),
     "one tree, failures": ((2, 3), failures),
-    **{
-        name: ((2, 3), run)
-        for name, run in toys("mistral", "gpt_oss", "mixtral", "qwen3_next", "mamba2", "deepseek_v3")
-    },
+    **{name: ((2, 3), run) for name, run in toys()},
 }

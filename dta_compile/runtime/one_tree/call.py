@@ -75,7 +75,7 @@ class PieceCall(PlannedCall):
         group: the ranks.
         routes, heads: which rows this rank exchanges with others.
         owned: ways of frontier values to the ranks that own their tokens.
-        inputs: by dense slot and whether the head reads it, the input's values for this rank's rows.
+        inputs: values for this rank's rows by dense slot, `ChunkInput.by_depth`, and whether the head reads them.
         spans: masks as all ranks read them.
     """
 
@@ -84,7 +84,7 @@ class PieceCall(PlannedCall):
     routes: StateRoutes = dataclasses.field(kw_only=True)
     heads: HeadRoutes = dataclasses.field(kw_only=True)
     owned: OwnedRows = dataclasses.field(kw_only=True)
-    inputs: dict[tuple[int, bool], Gathered] = dataclasses.field(kw_only=True)
+    inputs: dict[tuple[int, bool, bool], Gathered] = dataclasses.field(kw_only=True)
     spans: ReadMasks = dataclasses.field(kw_only=True)
 
     @property
@@ -130,7 +130,7 @@ class PieceCall(PlannedCall):
 
     def _gathered(self, item: ChunkInput, of_head: bool) -> Gathered:
         """See `PlannedCall`; inputs have been moved to this rank."""
-        return self.inputs[item.slot, of_head]
+        return self.inputs[item.slot, item.by_depth, of_head]
 
 
 class GroupRanks(Ranks):
@@ -317,9 +317,9 @@ def _own_heads(own: PlannedCall, of_tokens: Integers, heads: HeadRoutes, count: 
 
 def _moved_inputs(
     own: PlannedCall, group: Group, rows: BatchRows, dealing: Dealing, begins: Sequence[int]
-) -> dict[tuple[int, bool], Gathered]:
+) -> dict[tuple[int, bool, bool], Gathered]:
     """Move the inputs of chunks to the ranks that compute their rows, from ranks that have such a token."""
-    inputs: dict[tuple[int, bool], Gathered] = {}
+    inputs: dict[tuple[int, bool, bool], Gathered] = {}
     tree_rows = np.arange(rows.tree.num_rows)
     of_heads = np.searchsorted(rows.head_starts, np.arange(len(rows.head_positions)), side="right") - 1
     local, depths = np.flatnonzero(own.masks.valid), rows.tree.depths()
@@ -338,7 +338,7 @@ def _moved_inputs(
             value = entries_first(own.dense[item.slot].detach(), item.layout)
             moved = group.all_to_all(value.index_select(0, upload(index, value.device)), way.sizes, way.received)
             here = torch.empty_like(moved).index_copy_(0, upload(way.places, value.device), moved)
-            inputs[item.slot, of_head] = Gathered(here, torch.arange(len(here), device=value.device))
+            inputs[item.slot, item.by_depth, of_head] = Gathered(here, torch.arange(len(here), device=value.device))
     return inputs
 
 

@@ -146,6 +146,21 @@ def toys() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"one tree, {name}", run
 
 
+def two_backwards() -> None:
+    """Check a second backward of the same outputs, after the graphs that were kept are gone."""
+    model, eager, rank = TinyLM(), TinyLM(), dist.get_rank()
+    compiled = torch.compile(model, backend="dta", options=over())
+    ids = torch.arange(2 * dist.get_world_size() * 8).reshape(-1, 2, 8) % 5
+    outputs = compiled(ids[rank])
+    for _ in range(2):
+        weighted(outputs).backward(retain_graph=True)
+        for own in ids:
+            weighted(eager(own)).backward()
+    for (name, parameter), other in zip(model.named_parameters(), eager.parameters(), strict=True):
+        dist.all_reduce(parameter.grad)
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
 def packed_rows() -> None:
     """Compare packed rows, whose sequences share prefixes with those of other ranks."""
     with no_float32_islands():
@@ -220,6 +235,7 @@ SCENARIOS: dict[str, tuple[tuple[int, ...], Callable[[], None]]] = {
     "one tree, hybrid": ((4,), hybrid),
     "one tree, tensor parallel": ((4,), with_tensor_parallelism),
     "one tree, packed rows": ((2, 3), packed_rows),
+    "one tree, two backwards": ((2, 3), two_backwards),
     "one tree, auto": ((2,), cheaper_or_not),
     "one tree, failures": ((2, 3), failures),
     **{name: ((2, 3), run) for name, run in toys()},

@@ -21,6 +21,7 @@ from dta_compile.executable.chunk import Part
 from dta_compile.executable.executable import ChunkInput
 from dta_compile.plan.dealing import Dealing
 from dta_compile.plan.plan import plan_one_tree
+from dta_compile.plan.simulate import simulate
 from dta_compile.plan.tree.lexicographic import codes_of, combine
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.proofs.mask_class import MaskClass
@@ -32,7 +33,7 @@ from dta_compile.runtime.calls.ranks import Ranks
 from dta_compile.runtime.one_tree.executor import PieceExecutor
 from dta_compile.runtime.one_tree.frontier import ComputedRows, OwnedRows
 from dta_compile.runtime.one_tree.path import PiecePath
-from dta_compile.runtime.one_tree.routes import HeadRoutes, StateRoutes, head_routes, transfer
+from dta_compile.runtime.one_tree.routes import HeadRoutes, StateRoutes, head_routes, numbers_by_rank, transfer
 from dta_compile.runtime.path.interface import AnyRuntime
 from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens, Integers
 from dta_compile.runtime.rows.buffers import Gathered
@@ -107,6 +108,15 @@ class PieceCall(PlannedCall):
         """See `PlannedCall.computed_heads`."""
         return len(self.heads.computed)
 
+    def keeping_nothing(self) -> PieceCall:
+        """See `PlannedCall.keeping_nothing`: the same pieces, for another backward, which all ranks run."""
+        dealing, limits = self.routes.dealing, self.plan.limits
+        schedule = dealing.schedule(self.group.rank, self.plan.options, "transparent")
+        plan = dataclasses.replace(
+            self.plan, schedule=schedule, simulation=simulate(dealing.tree, schedule, limits.head_starts)
+        )
+        return dataclasses.replace(self, plan=plan)
+
     def executor(self, part: Part | None = None) -> Executor:
         """See `PlannedCall.executor`."""
         assert part is not None
@@ -178,10 +188,7 @@ def over_ranks(own: PlannedCall, mode: str, group: Group, is_forced: bool) -> Pl
         own.plan.estimates.notes.append(note)
         return own
     plan.estimates.notes += own.plan.estimates.notes
-    routes, heads = (
-        StateRoutes(plan.dealing, group.rank),
-        head_routes(rows, plan.dealing, begins, group.rank),
-    )
+    routes, heads = StateRoutes(plan.dealing, group.rank), head_routes(rows, plan.dealing, begins, group.rank)
     of_tokens = rows.head_rows.reshape(-1)[begins[group.rank] : begins[group.rank + 1]]
     layout = dataclasses.replace(own.layout, rows=_own_heads(own, of_tokens, heads, len(rows.head_positions)))
     wanted = [number for number, is_wanted in enumerate(own.wanted) if is_wanted]
@@ -329,7 +336,7 @@ def _moved_inputs(
     ):
         holders = np.searchsorted(begins, positions, side="right") - 1
         takers = dealing.owners(of_row) % dealing.ranks
-        places = _numbers(takers, dealing.ranks)
+        places = numbers_by_rank(takers, dealing.ranks)
         way = transfer(holders, np.arange(len(positions)), takers, places, group.rank, group.size)
         sequences, columns = np.divmod(local[positions[way.sent] - begins[group.rank]], own.tokens)
         for item in items:
@@ -340,15 +347,6 @@ def _moved_inputs(
             here = torch.empty_like(moved).index_copy_(0, upload(way.places, value.device), moved)
             inputs[item.slot, item.by_depth, of_head] = Gathered(here, torch.arange(len(here), device=value.device))
     return inputs
-
-
-def _numbers(ranks: Integers, count: int) -> Integers:
-    """Return for every entry the number of entries before it that have the same rank."""
-    numbers = np.empty(len(ranks), np.int64)
-    for rank in range(count):
-        own = np.flatnonzero(ranks == rank)
-        numbers[own] = np.arange(len(own))
-    return numbers
 
 
 def _spans(facts: Sequence[_Facts]) -> ReadMasks | None:

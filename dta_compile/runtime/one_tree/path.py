@@ -162,9 +162,7 @@ class PiecePath(PathStack):
             own = tuple(
                 part.of(result, dim).contiguous() if i else part.of(result, dim) for i, result in enumerate(results)
             )
-            visible = tuple(
-                value.narrow(spec.token_dim, 0, part.shape.start) for value, spec in zip(of_above, specs, strict=True)
-            )
+            visible = _visible(of_above, specs, part)
             of_parts.append(self._runtime(layer).backward(part.of(grad, dim), own, inputs, visible))
         grads = self._joined_gradients(layer, of_parts)
         self._return_gradients(layer, of_above, mixer.states_of(grads))
@@ -194,10 +192,7 @@ class PiecePath(PathStack):
     def _inputs_of(
         self, part: Part, layer: int, operands: Tensors, constants: tuple[Any, ...], above: Tensors
     ) -> LayerInputs:
-        specs = self.layers[layer].states
-        visible = tuple(
-            value.narrow(spec.token_dim, 0, part.shape.start) for value, spec in zip(above, specs, strict=True)
-        )
+        visible = _visible(above, self.layers[layer].states, part)
         own = self._operands_of(part, layer, operands)
         return LayerInputs(own, constants, visible, part.shape, lambda: part.shape.table(self.device))
 
@@ -432,6 +427,12 @@ def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     if dim == 1 or parts[0].dim() == dim + 1:
         return torch.cat(list(parts), dim)
     return torch.cat([part.movedim(dim, 1) for part in parts], 1).movedim(1, dim)
+
+
+def _visible(above: Tensors, specs: Sequence[StateSpec], part: Part) -> Tensors:
+    """Return the views of values of the tokens above a piece that a part of it reads."""
+    pairs = zip(above, specs, strict=True)
+    return tuple(value.narrow(spec.token_dim, 0, part.shape.start) for value, spec in pairs)
 
 
 def _packed(states: Tensors, specs: Sequence[StateSpec]) -> torch.Tensor:

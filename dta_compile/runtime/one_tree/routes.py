@@ -183,6 +183,15 @@ def transfer(
     return Transfer(entries[sent], sizes, places[received], counts)
 
 
+def numbers_by_rank(ranks: Integers, count: int) -> Integers:
+    """Return for every entry the number of entries before it that have the same rank."""
+    numbers = np.empty(len(ranks), np.int64)
+    for rank in range(count):
+        own = np.flatnonzero(ranks == rank)
+        numbers[own] = np.arange(len(own))
+    return numbers
+
+
 class HeadRoutes(NamedTuple):
     """Way of frontier values from the ranks that compute head rows to those that own a token of theirs.
 
@@ -209,10 +218,7 @@ def head_routes(rows: BatchRows, dealing: Dealing, begins: Sequence[int], rank: 
     owned = [np.unique(part[part < count]) for part in np.split(heads, list(begins[1:-1]))]
     tree_rows = np.searchsorted(rows.head_starts, np.arange(count), side="right") - 1
     holder = dealing.owners(tree_rows) % size
-    number = np.empty(count, np.int64)  # of a head row among those of its holder
-    for of_rank in range(size):
-        computed = np.flatnonzero(holder == of_rank)
-        number[computed] = np.arange(len(computed))
+    number = numbers_by_rank(holder, size)
     moved = np.concatenate([NONE, *owned])
     takers = np.repeat(np.arange(size), [len(part) for part in owned])
     places = np.concatenate([NONE, *(np.arange(len(part)) for part in owned)])

@@ -49,6 +49,7 @@ def main() -> None:
             "QUERIES": queries,
             "KEYS": keys,
             "GOES_ON": width == 128,
+            "SHARED": width == 128,
         }
         for kernel in KERNELS:
             own = {name: value for name, value in constants.items() if name in kernel.arg_names}

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 logger = logging.getLogger("dta_compile")
 
 LEAST_QUERIES = 1024  # CUDA graphs, for which shapes are unknown, are of smaller chunks
-LEAST_KEYS = 4096  # over fewer our kernels are as fast
+LEAST_KEYS = 3072  # over fewer our kernels are as fast
 LARGEST_HEAD = 128
 MEETINGS = 128  # calls of a size before a plan pays: a few chunks of a model's layers
 CAPABILITY, VERSION = (9, 0), 90_100  # of the device and of cuDNN

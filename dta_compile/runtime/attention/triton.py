@@ -1,8 +1,9 @@
 """Attention provider by Triton kernels that read the tree structure from device memory.
 
 Queries read the stack in place, up to a length in device memory, and the chunk's own tokens by `ChunkTable`. Key and
-value heads are never repeated. Gradients of the stack are added to its float32 buffers by the program that owns the
-keys, without atomics. The kernels are in `triton_kernels`; Triton's interpreter runs them on a CPU.
+value heads are never repeated. Gradients of keys are added up in float32 by the program that owns them; keys that are
+few, or that many queries read, are shared by several programs, which add atomically. The kernels are in
+`triton_kernels`; Triton's interpreter runs them on a CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ LARGEST_HEAD = 256
 # For a chunk of few tokens the stack is divided among several programs per block of queries (split-K), up to about this
 # many programs in all: else most of the GPU would be idle while each program walks down the whole stack.
 PROGRAMS = 256
-LEAST_KEYS = 512  # least number of stack keys per program
+LEAST_KEYS = 512  # least number of stack keys per program, and of queries where several share a block of keys
+SHARES = 4  # programs that share a block of the chunk's own keys with many readers
 
 
 def make(query: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> Provider | str:
@@ -103,19 +105,22 @@ class TritonAttention:
         delta = torch.empty_like(logsumexp)
         wide = statistics_dtype(x.query.dtype)
         grad_key, grad_value = (empty_by_tokens(tensor, dtype=wide) for tensor in (x.key, x.value))
+        if _own_splits(tokens) > 1:
+            grad_key.zero_(), grad_value.zero_()
         shared = (*_tensors(x), out, logsumexp, grad)
         of_queries = {**_constants(x, by_queries), "GOES_ON": partial is not None}
         queries_kernel[(heads, _blocks_of(tokens, by_queries.queries))](
             *shared, delta, grad_query, *strides, *_rows_of(grad_query), **of_queries
         )
-        kernels: list[Any] = [(own_keys_kernel, tokens, grad_key, grad_value)]
+        kernels: list[Any] = [(own_keys_kernel, tokens, _own_splits(tokens), grad_key, grad_value)]
         if prefix:
-            kernels.append((stack_keys_kernel, prefix, prefix_key_grad, prefix_value_grad))
-        for kernel, keys, *targets in kernels:
+            splits = _stack_splits(x, prefix)
+            kernels.append((stack_keys_kernel, prefix, splits, prefix_key_grad, prefix_value_grad))
+        for kernel, keys, splits, *targets in kernels:
             blocks = _key_blocks(x, keys)
             strides_of_targets = (stride for target in targets for stride in _rows_of(target))
-            kernel[(kv_heads, _blocks_of(keys, blocks.keys))](
-                *shared, delta, *targets, *strides, *strides_of_targets, **_constants(x, blocks)
+            kernel[(kv_heads, _blocks_of(keys, blocks.keys), splits)](
+                *shared, delta, *targets, *strides, *strides_of_targets, **_constants(x, blocks), SHARED=splits > 1
             )
         return grad_query, grad_key, grad_value
 
@@ -205,3 +210,18 @@ def _splits(x: Operands, blocks: Blocks) -> int:
     """Return the number of programs among which the stack is divided."""
     programs = x.query.shape[1] * _blocks_of(x.query.shape[2], blocks.queries)
     return max(1, min(PROGRAMS // programs, x.prefix_key.shape[2] // LEAST_KEYS))
+
+
+def _own_splits(tokens: int) -> int:
+    """Return the most programs that share a block of the chunk's own keys."""
+    from dta_compile.runtime.attention.triton_kernels import LONG_REACH
+
+    return SHARES if tokens >= LONG_REACH.value and not torch.are_deterministic_algorithms_enabled() else 1
+
+
+def _stack_splits(x: Operands, keys: int) -> int:
+    """Return the number of programs among which the readers of a block of the stack's keys are divided."""
+    if torch.are_deterministic_algorithms_enabled():  # atomics add in any order
+        return 1
+    programs = x.key.shape[1] * _blocks_of(keys, _key_blocks(x, keys).keys)
+    return max(1, min(PROGRAMS // programs, x.query.shape[2] // LEAST_KEYS))

@@ -22,6 +22,8 @@ from dta_compile.runtime.path.chunk_shape import LISTED_KEYS, LISTED_QUERIES
 UNSPECIALIZED = ("tokens",)
 LOG2E = tl.constexpr(1.4426950408889634)
 LIST_ROWS, LIST_COLUMNS = tl.constexpr(LISTED_QUERIES), tl.constexpr(LISTED_KEYS)
+# Readers from which on several programs share a block of the chunk's own keys: one alone would end last by far.
+LONG_REACH = tl.constexpr(2048)
 
 
 @triton.jit
@@ -50,6 +52,29 @@ def _store(pointer, head_stride, row_stride, head, rows, exists, values, DIM: tl
 def _add(pointer, head_stride, row_stride, head, rows, exists, values, DIM: tl.constexpr, WIDTH: tl.constexpr):
     before = _rows(pointer, head_stride, row_stride, head, rows, exists, DIM, WIDTH)
     _store(pointer, head_stride, row_stride, head, rows, exists, before + values, DIM, WIDTH)
+
+
+@triton.jit
+def _put(
+    pointer, head_stride, row_stride, head, rows, exists, values, splits, STORES: tl.constexpr, SHARED: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Store values, or add them to what is there; add atomically to rows that `splits` programs share."""
+    if SHARED and splits > 1:
+        features = tl.arange(0, WIDTH)
+        address = pointer + head * head_stride + rows.to(tl.int64)[:, None] * row_stride + features[None, :]
+        tl.atomic_add(address, values, mask=exists[:, None] & (features < DIM)[None, :], sem="relaxed")
+    elif STORES:
+        _store(pointer, head_stride, row_stride, head, rows, exists, values, DIM, WIDTH)
+    else:
+        _add(pointer, head_stride, row_stride, head, rows, exists, values, DIM, WIDTH)
+
+
+@triton.jit
+def _share(first, last, split, splits, QUERIES: tl.constexpr):
+    """Return one of `splits` parts of a range of queries."""
+    each = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), QUERIES), splits) * QUERIES
+    return first + split * each, tl.minimum(first + split * each + each, last)
 
 
 @triton.jit
@@ -450,25 +475,34 @@ def own_keys_kernel(
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, UNITS: tl.constexpr,
     CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Compute gradients of a block of the chunk's own keys and values."""
-    kv_head, block = tl.program_id(0), tl.program_id(1)
+    """Compute gradients of a block of the chunk's own keys and values. `SHARED`: several programs share a block that
+    many queries read."""
+    kv_head, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     columns = block * KEYS + tl.arange(0, KEYS)
     inside = columns < tokens
     ends = tl.load(table + 1 + columns, mask=inside, other=0)
-    k = _rows(key, k_head, k_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
-    v = _rows(value, v_head, v_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
-    key_acc = tl.zeros([KEYS, KEY_WIDTH], tl.float32)
-    value_acc = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
     # From `first` on a key is read; before `below` it may come after a query; from `whole` on a key may have no
     # descendants left.
     first, last = block * KEYS // QUERIES * QUERIES, tl.max(ends, 0)
     if UNITS:
         first = tl.load(table + 1 + 2 * tokens + block * KEYS) // QUERIES * QUERIES
-    below = tl.minimum(tl.cdiv(block * KEYS + KEYS, QUERIES) * QUERIES, last)
+    splits = 1
+    if SHARED:
+        splits = tl.where(last - first >= LONG_REACH, tl.num_programs(2), 1)
+        if split >= splits:
+            return
+    k = _rows(key, k_head, k_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
+    v = _rows(value, v_head, v_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
+    key_acc = tl.zeros([KEYS, KEY_WIDTH], tl.float32)
+    value_acc = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
+    if SHARED:
+        first, last = _share(first, last, split, splits, QUERIES)
+    below = tl.minimum(tl.maximum(tl.cdiv(block * KEYS + KEYS, QUERIES) * QUERIES, first), last)
     whole = below
     if not LIMITED:
-        whole = tl.maximum(tl.min(tl.where(inside, ends, 0), 0) // QUERIES * QUERIES, below)
+        whole = tl.minimum(tl.maximum(tl.min(tl.where(inside, ends, 0), 0) // QUERIES * QUERIES, below), last)
     for member in range(GROUPS):
         head = kv_head * GROUPS + member
         if not LIMITED:
@@ -494,8 +528,8 @@ def own_keys_kernel(
                 q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap, KEY_DIM, VALUE_DIM,
                 KEY_WIDTH, VALUE_WIDTH, True, True, LIMITED, UNITS, CHUNKED, CAPPED, PRECISION, 1,
             )  # fmt: skip
-    _store(grad_key, gk_head, gk_row, kv_head, columns, inside, key_acc * scale, KEY_DIM, KEY_WIDTH)
-    _store(grad_value, gv_head, gv_row, kv_head, columns, inside, value_acc, VALUE_DIM, VALUE_WIDTH)
+    _put(grad_key, gk_head, gk_row, kv_head, columns, inside, key_acc * scale, splits, True, SHARED, KEY_DIM, KEY_WIDTH)
+    _put(grad_value, gv_head, gv_row, kv_head, columns, inside, value_acc, splits, True, SHARED, VALUE_DIM, VALUE_WIDTH)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -507,9 +541,11 @@ def stack_keys_kernel(
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, UNITS: tl.constexpr,
     CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients of a block of the stack's keys and values to its gradient buffers."""
-    kv_head, block = tl.program_id(0), tl.program_id(1)
+    """Add the gradients of a block of the stack's keys and values to its gradient buffers. `SHARED`: several programs
+    share a block."""
+    kv_head, block, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(2)
     start = tl.load(table)
     if block * KEYS >= start:
         return
@@ -519,10 +555,13 @@ def stack_keys_kernel(
     v = _rows(prefix_value, pv_head, pv_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
     key_acc = tl.zeros([KEYS, KEY_WIDTH], tl.float32)
     value_acc = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
+    first, last = 0, tokens
+    if SHARED:
+        first, last = _share(first, last, tl.program_id(2), splits, QUERIES)
     for member in range(GROUPS):
         head = kv_head * GROUPS + member
         key_acc, value_acc = _add_to_keys(
-            key_acc, value_acc, k, v, query, grad, logsumexp, delta, table, columns, 0, tokens,
+            key_acc, value_acc, k, v, query, grad, logsumexp, delta, table, columns, first, last,
             q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap, KEY_DIM, VALUE_DIM,
             KEY_WIDTH, VALUE_WIDTH, False, True, LIMITED, UNITS, CHUNKED, CAPPED, PRECISION, QUERIES,
         )  # fmt: skip
@@ -535,9 +574,13 @@ def stack_keys_kernel(
             for member in range(GROUPS):
                 head = kv_head * GROUPS + member
                 key_acc, value_acc = _add_to_keys(
-                    key_acc, value_acc, k, v, query, grad, logsumexp, delta, table, columns, 0, tokens,
+                    key_acc, value_acc, k, v, query, grad, logsumexp, delta, table, columns, first, last,
                     q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap, KEY_DIM, VALUE_DIM,
                     KEY_WIDTH, VALUE_WIDTH, False, True, LIMITED, UNITS, CHUNKED, CAPPED, PRECISION, 1,
                 )  # fmt: skip
-    _add(grad_key, gk_head, gk_row, kv_head, columns, inside, key_acc * scale, KEY_DIM, KEY_WIDTH)
-    _add(grad_value, gv_head, gv_row, kv_head, columns, inside, value_acc, VALUE_DIM, VALUE_WIDTH)
+    _put(
+        grad_key, gk_head, gk_row, kv_head, columns, inside, key_acc * scale, splits, False, SHARED, KEY_DIM, KEY_WIDTH
+    )
+    _put(
+        grad_value, gv_head, gv_row, kv_head, columns, inside, value_acc, splits, False, SHARED, VALUE_DIM, VALUE_WIDTH
+    )

@@ -69,6 +69,10 @@ def test_triton_kernels_with_heads_of_any_size(width, value_width, limit):
 @pytest.mark.parametrize("limit", [{}, {"window": 100}])
 def test_triton_kernels_go_by_lists_of_blocks(limit):
     """Whole blocks, blocks cut by a branch point, and blocks that only part of a block of queries reads."""
+    import triton.language as tl
+
+    from dta_compile.runtime.attention import triton_kernels
+
     parts = [
         Segment(0, 150, 420, 70, -1),
         Segment(150, 290, 355, 190, 0),
@@ -79,6 +83,9 @@ def test_triton_kernels_go_by_lists_of_blocks(limit):
     case = Case(ChunkShape.of(70, 150, parts), 0, 1, 2, 16, 16, torch.float32)
     Run(dataclasses.replace(case, **limit), triton).check(1e-5)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_kernels, "LONG_REACH", tl.constexpr(100))  # programs share blocks of keys
+        patch.setattr(attention_triton, "LEAST_KEYS", 64)
+        Run(dataclasses.replace(case, **limit), triton).check(1e-5)
         patch.setattr(attention_triton, "_query_blocks", lambda x: attention_triton.Blocks(128, 64, 8, 2))
         patch.setattr(attention_triton, "_key_blocks", lambda x, keys: attention_triton.Blocks(64, 128, 8, 2))
         patch.setattr(attention_triton, "_forward_blocks", lambda x: attention_triton.Blocks(128, 64, 8, 2))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,11 +51,15 @@ class CudnnAttention:
     def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Provider.forward`."""
         rectangle = _rectangle(x)
-        if rectangle is not None:
-            _met[rectangle] += 1
-        if rectangle is None or not _is_planned(rectangle):
+        if rectangle is None:
             return self.rest.forward(x)
         queries, keys = rectangle[:2]
+        _met[rectangle] += 1
+        if not _is_planned(rectangle):
+            results = self.rest.forward(x)
+            if _is_new("forward", rectangle):
+                self.rest.forward(_below(x, keys), (results[0].clone(), results[1].clone()))
+            return results
         tensors = _filled_up(x.query, queries), x.prefix_key[:, :, :keys], x.prefix_value[:, :, :keys]
         try:
             out, logsumexp, *_ = aten._scaled_dot_product_cudnn_attention(*tensors, None, True, scale=x.scoring.scale)
@@ -78,9 +82,18 @@ class CudnnAttention:
     ) -> Tensors:
         """See `Provider.backward`."""
         rectangle = _rectangle(x)
-        if rectangle is None or not _is_planned(rectangle):
+        if rectangle is None:
             return self.rest.backward(grad, out, logsumexp, x, prefix_key_grad, prefix_value_grad)
         queries, keys = rectangle[:2]
+        if not _is_planned(rectangle):
+            results = self.rest.backward(grad, out, logsumexp, x, prefix_key_grad, prefix_value_grad)
+            if _is_new("backward", rectangle):
+                of_key, of_value = (
+                    torch.zeros_like(buffer[:, :, keys:]) for buffer in (prefix_key_grad, prefix_value_grad)
+                )
+                partial = results[0].clone()
+                self.rest.backward(grad, out, logsumexp, _below(x, keys), of_key, of_value, partial)
+            return results
         key, value = (tensor[:, :, :keys] for tensor in (x.prefix_key, x.prefix_value))
         of_out, query, result = (_filled_up(tensor, queries) for tensor in (grad, x.query, out))
         statistics = _filled_up(logsumexp[..., None], queries).contiguous()
@@ -114,6 +127,7 @@ class _Rectangle(NamedTuple):
 
 
 _met: collections.Counter[_Rectangle] = collections.Counter()
+_compiled: set[tuple[Any, ...]] = set()  # kernels for what cuDNN leaves over, see `_is_new`
 
 
 def _rectangle(x: Operands) -> _Rectangle | None:
@@ -128,6 +142,15 @@ def _rectangle(x: Operands) -> _Rectangle | None:
         return None
     heads = x.query.shape[1], x.key.shape[1], x.key.shape[3]
     return _Rectangle(-_rounded_down(-tokens), _rounded_down(start), *heads, x.query.dtype, x.query.device)
+
+
+def _is_new(kernels: str, rectangle: _Rectangle) -> bool:
+    """Return whether our kernels for what is left of such rectangles have not run: they do at once, for their results
+    to be thrown away, so that they are compiled in the first step and not in the middle of a training."""
+    kind = kernels, *rectangle[2:]
+    is_new = kind not in _compiled
+    _compiled.add(kind)
+    return is_new
 
 
 def _is_planned(rectangle: _Rectangle) -> bool:

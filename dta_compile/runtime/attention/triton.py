@@ -73,8 +73,8 @@ class TritonAttention:
             x.query.new_empty((splits, tokens, heads, width), dtype=dtype).transpose(1, 2),
             x.query.new_empty((splits, heads, tokens), dtype=torch.float32),
         )
-        constants = {**_constants(x, blocks), "GOES_ON": partial is not None}
         grid = (heads, _blocks_of(tokens, blocks.queries), splits)
+        constants = {**_constants(x, blocks), "GOES_ON": partial is not None}
         forward_kernel[grid](*_tensors(x), parts, logsumexps, *_strides(x, parts), splits, **constants)
         if splits == 1:
             return parts, logsumexps
@@ -105,22 +105,24 @@ class TritonAttention:
         delta = torch.empty_like(logsumexp)
         wide = statistics_dtype(x.query.dtype)
         grad_key, grad_value = (empty_by_tokens(tensor, dtype=wide) for tensor in (x.key, x.value))
-        if _own_splits(tokens) > 1:
+        is_shared = _is_shared(tokens)
+        if is_shared:
             grad_key.zero_(), grad_value.zero_()
         shared = (*_tensors(x), out, logsumexp, grad)
         of_queries = {**_constants(x, by_queries), "GOES_ON": partial is not None}
         queries_kernel[(heads, _blocks_of(tokens, by_queries.queries))](
             *shared, delta, grad_query, *strides, *_rows_of(grad_query), **of_queries
         )
-        kernels: list[Any] = [(own_keys_kernel, tokens, _own_splits(tokens), grad_key, grad_value)]
+        kernels: list[Any] = [(own_keys_kernel, _key_blocks(x, tokens), tokens, SHARES, grad_key, grad_value)]
         if prefix:
-            splits = _stack_splits(x, prefix)
-            kernels.append((stack_keys_kernel, prefix, splits, prefix_key_grad, prefix_value_grad))
-        for kernel, keys, splits, *targets in kernels:
-            blocks = _key_blocks(x, keys)
+            blocks = _key_blocks(x, prefix, is_shared)
+            programs = kv_heads * _blocks_of(prefix, blocks.keys)
+            splits = max(1, min(PROGRAMS // programs, tokens // LEAST_KEYS))
+            kernels.append((stack_keys_kernel, blocks, prefix, splits, prefix_key_grad, prefix_value_grad))
+        for kernel, blocks, keys, splits, *targets in kernels:
             strides_of_targets = (stride for target in targets for stride in _rows_of(target))
-            kernel[(kv_heads, _blocks_of(keys, blocks.keys), splits)](
-                *shared, delta, *targets, *strides, *strides_of_targets, **_constants(x, blocks), SHARED=splits > 1
+            kernel[(kv_heads, _blocks_of(keys, blocks.keys), splits if is_shared else 1)](
+                *shared, delta, *targets, *strides, *strides_of_targets, **_constants(x, blocks), SHARED=is_shared
             )
         return grad_query, grad_key, grad_value
 
@@ -190,10 +192,10 @@ def _query_blocks(x: Operands) -> Blocks:
     return Blocks(_few(tokens), 32, 8, 1) if _width(x) > 128 else Blocks(_few(tokens), 64, 4, 2)
 
 
-def _key_blocks(x: Operands, keys: int) -> Blocks:
-    """Return tiles of a kernel that owns keys: wider ones where they leave enough programs."""
+def _key_blocks(x: Operands, keys: int, are_shared: bool = False) -> Blocks:
+    """Return tiles of a kernel that owns keys: wider ones where they leave enough programs, or several share a tile."""
     blocks, wide = _query_blocks(x), 2 * LISTED_KEYS
-    many = x.key.shape[1] * _blocks_of(keys, wide) >= PROGRAMS
+    many = are_shared or x.key.shape[1] * _blocks_of(keys, wide) >= PROGRAMS
     return Blocks(blocks.queries, wide, 8, 2) if many and blocks.queries == 64 and _width(x) == 128 else blocks
 
 
@@ -212,16 +214,8 @@ def _splits(x: Operands, blocks: Blocks) -> int:
     return max(1, min(PROGRAMS // programs, x.prefix_key.shape[2] // LEAST_KEYS))
 
 
-def _own_splits(tokens: int) -> int:
-    """Return the most programs that share a block of the chunk's own keys."""
+def _is_shared(tokens: int) -> bool:
+    """Return whether programs may share keys: in a large chunk, unless sums have to be made in the same order."""
     from dta_compile.runtime.attention.triton_kernels import LONG_REACH
 
-    return SHARES if tokens >= LONG_REACH.value and not torch.are_deterministic_algorithms_enabled() else 1
-
-
-def _stack_splits(x: Operands, keys: int) -> int:
-    """Return the number of programs among which the readers of a block of the stack's keys are divided."""
-    if torch.are_deterministic_algorithms_enabled():  # atomics add in any order
-        return 1
-    programs = x.key.shape[1] * _blocks_of(keys, _key_blocks(x, keys).keys)
-    return max(1, min(PROGRAMS // programs, x.query.shape[2] // LEAST_KEYS))
+    return tokens >= LONG_REACH.value and not torch.are_deterministic_algorithms_enabled()

@@ -287,23 +287,39 @@ def deal_out(tree: PrefixTree, options: Options, limits: Limits, mode: str, rank
     sizes = limits.chunk_sizes if options.chunk_size is None else (options.chunk_size,)
     forward, backward = limits.cost.forward, limits.cost.backward
     heads = np.arange(tree.num_rows + 1) if limits.head_starts is None else limits.head_starts
-    rates = forward.token + backward.token, forward.pair + backward.pair
-    dealing = Dealing.of(tree, ranks, max(sizes), rates, (forward.head + backward.head) * np.diff(heads))
-    if mode == "score" or not limits.parts:
-        return dealing, NOTHING_KEPT
-    if limits.budget is None:
-        return dealing, KeptByParts(len(limits.parts))
-    most = Work(0, 0, max(dealing.tokens), 0, int(_by_rank(np.diff(heads[dealing.bounds]), ranks).max(initial=0)))
-    kept, left = 0, float(limits.budget)
-    for number, part in enumerate(reversed(limits.parts)):
-        # The last part goes backward right after its forward: one piece of it is not kept beside others.
-        size = part.footprint.graph(most) if number or dealing.rounds > 1 else 0.0
-        if size > left:
-            break
-        kept, left = kept + 1, left - size
-    others = limits.parts[: len(limits.parts) - kept]
-    results = most.tokens * sum(part.footprint.result_token for part in others)
-    return dealing, KeptByParts(kept, 0 < results <= left)
+    trains, parts, pairs = mode != "score", len(limits.parts), np.append(0, np.cumsum(tree.depths() + 1))
+
+    def dealt(kept: KeptByParts) -> Dealing:
+        again = trains * (1 - kept.graphs / max(parts, 1))  # share of the forward that runs twice
+        token = (1 + again) * forward.token + trains * backward.token
+        pair = (1 + again * (not kept.results)) * forward.pair + trains * backward.pair
+        more = (forward.head + trains * backward.head) * np.diff(heads)
+        return Dealing.of(tree, ranks, max(sizes), (token, pair), more)
+
+    def kept_of(dealing: Dealing) -> KeptByParts:
+        of_rank = (int(_by_rank(np.diff(total[dealing.bounds]), ranks).max(initial=0)) for total in (pairs, heads))
+        return _kept(Work(0, 0, max(dealing.tokens), *of_rank), limits, dealing.rounds)
+
+    dealing = dealt(KeptByParts(parts))
+    if not trains or not parts or limits.budget is None:
+        return dealing, KeptByParts(parts * trains)
+    dealing = dealt(kept_of(dealing))
+    return dealing, kept_of(dealing)
+
+
+def _kept(most: Work, limits: Limits, rounds: int) -> KeptByParts:
+    """Return what parts keep within the budget so that least is computed again; `most`: work of a rank, all parts."""
+    parts, budget, best = limits.parts, limits.budget or 0, (0.0, NOTHING_KEPT)
+    forward, attention = map(limits.cost.forward.seconds, (most._replace(heads=0), Work(pairs=most.pairs)))
+    # The last part goes backward right after its forward: one piece of it is not kept beside others.
+    graphs = [part.footprint.graph(most) * (number > 0 or rounds > 1) for number, part in enumerate(reversed(parts))]
+    results = [most.tokens * part.footprint.result_token for part in reversed(parts)]
+    for kept in range(len(parts) + 1):
+        for others in {0.0, sum(results[kept:])}:
+            if sum(graphs[:kept]) + others <= budget:
+                saved = kept * forward + (len(parts) - kept) * attention * (others > 0)
+                best = max(best, (saved, KeptByParts(kept, others > 0)))
+    return best[1]
 
 
 def exchange_seconds(

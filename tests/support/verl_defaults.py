@@ -96,19 +96,20 @@ def trained(strategy: str, path: str, rollouts: list[Any], mixed: bool, ulysses:
     make = functools.partial(batch, mine, config.actor, len(rollouts))
     data = make()
     tensordict_utils.assign_non_tensor(data, calculate_entropy=True, compute_loss=False)
-    scores = worker.compute_log_prob(data)
-    old = verl_cpu.response_values(scores["log_probs"].float(), data)
-    norms = [
-        float(torch.tensor(tensordict_utils.get(worker.update_actor(make(old)), "metrics")["grad_norm"]).sum())
-        for _ in range(UPDATES)
-    ]
+    scores = worker.compute_log_prob(data)  # None but on the first of ranks with equal rows
+    given = gathered(None if scores is None else [row.float() for row in scores["log_probs"].unbind()])[rank * ulysses]
+    old = verl_cpu.response_values(torch.nested.as_nested_tensor(given, layout=torch.jagged), data)
+    updates = (worker.update_actor(make(old)) for _ in range(UPDATES))
+    metrics = [gathered(None if done is None else tensordict_utils.get(done, "metrics")) for done in updates]
+    norms = [float(torch.tensor(of_ranks[rank * ulysses]["grad_norm"]).sum()) for of_ranks in metrics]
     named = worker.actor.engine.module.named_parameters()
     weights = {name: verl_cpu.full(parameter.detach()).float().clone() for name, parameter in named}
-    rows = {number: row[:-1].float() for number, row in zip(numbers, scores["log_probs"].unbind(), strict=True)}
+    rows = {number: row[:-1] for number, row in zip(numbers, given, strict=True)}
     return {"weights": weights, "scores": rows, "norms": norms, "given": mine}, worker.actor.engine
 
 
-def tokens_of_ranks(own: int) -> list[int]:
+def gathered(own: Any) -> list[Any]:
+    """Return the values of all ranks."""
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, own)
     return of_ranks
@@ -131,8 +132,8 @@ def main() -> None:
         exact = trained(verl_cpu.REFERENCE, path, rollouts, False)[0] if mixed else expected
     tokens = sum(map(len, rollouts))
     plan = last_plan(engine.token_values)
-    ran = tokens_of_ranks(plan.prefix_tree.num_rows if plan.dealing is None else plan.dealing.tokens[plan.rank])
-    given = tokens_of_ranks(PrefixTree.build([one.tokens for one in expected["given"]]).num_rows)
+    ran = gathered(plan.prefix_tree.num_rows if plan.dealing is None else plan.dealing.tokens[plan.rank])
+    given = gathered(PrefixTree.build([one.tokens for one in expected["given"]]).num_rows)
     names = expected["weights"].keys()
 
     def apart(one: Any, other: Any) -> float:

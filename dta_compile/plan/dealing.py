@@ -313,7 +313,7 @@ def _kept(most: Work, limits: Limits, rounds: int) -> KeptByParts:
     forward, attention = map(limits.cost.forward.seconds, (most._replace(heads=0), Work(pairs=most.pairs)))
     # The last part goes backward right after its forward: one piece of it is not kept beside others.
     graphs = [part.footprint.graph(most) * (number > 0 or rounds > 1) for number, part in enumerate(reversed(parts))]
-    results = [most.tokens * part.footprint.result_token for part in reversed(parts)]
+    results = [most.tokens * part.footprint.result_token * (attention > 0) for part in reversed(parts)]
     for kept in range(len(parts) + 1):
         for others in {0.0, sum(results[kept:])}:
             if sum(graphs[:kept]) + others <= budget:

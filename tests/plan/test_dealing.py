@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dta_compile.errors import OptionError, PlanError, ScheduleError
 from dta_compile.options import Options
-from dta_compile.plan import Footprint, Limits, PartBytes, PrefixTree, Schedule, plan, verify
+from dta_compile.plan import CostModel, Footprint, Limits, PartBytes, PrefixTree, Schedule, plan, verify
 from dta_compile.plan.dealing import Dealing, KeptByParts, deal_out, exchange_seconds
 from tests.support.pages import read_page
 
@@ -182,3 +182,25 @@ def test_exchange_is_priced_by_bytes_and_messages():
 def test_what_does_not_fit_one_tree_is_refused(error, given):
     with pytest.raises(error):
         plan(AGENT, **given)
+
+
+def test_parts_keep_what_saves_most():
+    """Results of attention are small: they are kept of all parts before graphs are, unless attention costs nothing."""
+    parts = (PartBytes(Footprint(graph_token=10.0, result_token=1.0)),) * 4
+    tree, costs = PrefixTree.build([list(range(1000))]), CostModel()
+    without_attention = dataclasses.replace(costs, forward=costs.forward._replace(pair=0.0))
+
+    def kept(budget, cost):
+        limits = Limits(budget, Footprint(graph_token=40.0), cost, parts=parts)
+        dealing, keeps = deal_out(tree, Options(chunk_size=1000), limits, "transparent", 1)
+        assert dealing.rounds == 1
+        return keeps
+
+    slow_attention = dataclasses.replace(costs, forward=costs.forward._replace(pair=1e-6))
+    assert kept(13_000, slow_attention) == KeptByParts(2, True)  # the last graph is not kept beside others
+    assert kept(13_000, without_attention) == KeptByParts(2, False)
+    assert kept(3_500, slow_attention) == KeptByParts(1, True)
+    assert kept(20_000, slow_attention) == KeptByParts(2, True)
+    assert kept(21_000, slow_attention) == KeptByParts(3, True)
+    assert kept(30_000, slow_attention) == kept(None, slow_attention) == KeptByParts(4, False)
+    assert kept(0, slow_attention) == KeptByParts(1, False)

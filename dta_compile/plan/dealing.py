@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -166,6 +167,28 @@ class Dealing:
                 )
                 counts[number, rank, rank] = 0
         return counts
+
+    @functools.cached_property
+    def tops(self) -> list[IntArray]:
+        """By round, the rows above most pieces, which their ranks send to all at once: a path, by depth.
+
+        Any two of them are above a common piece, so they lie on one path. None if a rank has no piece in the round.
+        """
+        tops = []
+        for number in range(self.rounds):
+            changes = np.zeros(self.tree.num_rows + 1, np.int64)
+            for part in (part for rank in range(self.ranks) for part in self._above(rank, number)):
+                changes[list(part)] += 1, -1
+            pieces = np.diff(self.bounds[number * self.ranks :][: self.ranks + 1])
+            least = max(self.ranks // 2, 2) if pieces.all() else self.ranks
+            tops.append(np.flatnonzero(np.cumsum(changes)[:-1] > least))
+        return tops
+
+    def of_top(self, rank: int, number: int) -> int:
+        """Return how many rows of a round's top, the first ones, are above a rank's piece."""
+        above, top = self.above(rank, number), self.tops[number]
+        size = min(len(above), len(top))
+        return int(np.count_nonzero(above[:size] == top[:size]))
 
     @property
     def received(self) -> list[int]:
@@ -328,8 +351,9 @@ def exchange_seconds(
     """Return the seconds that ranks wait for each other in a step, besides those that they compute.
 
     All ranks run a round together, layer by layer. In every forward of a layer the busiest rank receives, or sends, the
-    states of `traffic`, in a message to each other rank; their gradients take the same way back. None of it is taken to
-    be hidden behind computation. Running states are computed by one rank after the other.
+    states of `traffic`, in a message to each other rank; those of `tops` go from rank to rank, in one message of each
+    rank that has any. Their gradients take the same way back. None of it is taken to be hidden behind computation.
+    Running states are computed by one rank after the other.
 
     Args:
         schedule: ops of a rank that has pieces.
@@ -341,9 +365,14 @@ def exchange_seconds(
     kinds = [(share, Counter((extent(op), type(op) is Backward) for op in run.ops)) for share, run in schedule.kinds]
     seconds = 0.0
     for number, chunk in enumerate(schedule.chunks):
-        traffic = dealing.traffic[number]
+        top = dealing.owners(dealing.tops[number]) % dealing.ranks
+        traffic, tops = dealing.traffic[number].copy(), np.bincount(top, minlength=dealing.ranks)
+        for rank in range(dealing.ranks):
+            traffic[rank] -= np.bincount(top[: dealing.of_top(rank, number)], minlength=dealing.ranks)
+        np.fill_diagonal(traffic, 0)
         tokens, messages = (int(max(counts.sum(0).max(), counts.sum(1).max())) for counts in (traffic, traffic > 0))
-        sent, wait = limits.footprint.kv_token * tokens / link, layers * messages * latency
+        messages += int(np.count_nonzero(tops)) * math.ceil(math.log2(dealing.ranks))
+        sent, wait = limits.footprint.kv_token * (tokens + len(top)) / link, layers * messages * latency
         in_turn = IN_TURN * dealing.in_turn(number) if limits.footprint.has_states else 0.0
         for share, runs in kinds:
             seconds += share * runs[chunk, False] * (sent + wait + in_turn * forward)

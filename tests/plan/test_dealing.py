@@ -63,6 +63,8 @@ def test_a_piece_reads_one_path_of_earlier_pieces(sequences, ranks, most):
         assert (owners < number * ranks + rank).all()
         for source in owners % ranks:
             traffic[number, rank, source] += source != rank
+        top, first = dealing.tops[number], dealing.of_top(rank, number)
+        assert (above[:first] == top[:first]).all() and not set(top[first:].tolist()) & set(above.tolist())
     assert (dealing.traffic == traffic).all()
     assert dealing.received == traffic.sum((0, 2)).tolist()
 

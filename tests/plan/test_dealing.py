@@ -166,6 +166,11 @@ def test_exchange_is_priced_by_bytes_and_messages():
     again = dealing.schedule(1, Options(), "transparent", 2)  # both parts go forward twice
     more = exchange_seconds(dealing, again, limits, link=1e3, latency=1.0)
     assert more == pytest.approx((2 + 2) * read * 10 / 1e3 + 3 * 2 * 1.0)
+    prompt = PrefixTree.build([[0] * 25 + [number] * 25 for number in range(1, 4)])  # ranks 1, 2 and 3 read it
+    dealing, _ = deal_out(prompt, Options(chunk_size=100), limits, "score", 4)
+    assert dealing.tops[0].tolist() == list(range(25)) and dealing.traffic[0].sum(0).tolist() == [75, 0, 0, 0]
+    sent = exchange_seconds(dealing, dealing.schedule(1, Options(), "score", 2), limits, link=1e3, latency=0.0)
+    assert sent == pytest.approx(25 * 10 / 1e3), "each rank passes on what it receives"
     states = dataclasses.replace(limits, footprint=Footprint(kv_token=10.0, state=1.0))
     assert exchange_seconds(dealing, schedule, states, link=1e3, latency=1.0) > seconds, "recurrences run in turn"
 

@@ -247,7 +247,7 @@ SCENARIOS: dict[str, tuple[tuple[int, ...], Callable[[], None]]] = {
     "one tree, per layer": ((2, 4), lambda: sharded(per_layer.tiny)),
     "one tree, hybrid": ((4,), hybrid),
     "one tree, tensor parallel": ((4,), with_tensor_parallelism),
-    "one tree, packed rows": ((2, 3), packed_rows),
+    "one tree, packed rows": ((2, 3, 4), packed_rows),
     "one tree, two backwards": ((2, 3), two_backwards),
     "one tree, auto": ((2,), cheaper_or_not),
     "one tree, failures": ((2, 3), failures),

@@ -185,10 +185,6 @@ class PiecePath(PathStack):
     def _piece(self) -> Piece:
         return self.routes.pieces[self._number]
 
-    @property
-    def _of_top(self) -> int:
-        return self.routes.dealing.of_top(self.group.rank, self._number)
-
     def _numbers(self, rows: Integers) -> torch.Tensor:
         """Return the numbers in the piece of rows of the tree."""
         return upload(rows - self._piece.start, self.device)
@@ -221,7 +217,7 @@ class PiecePath(PathStack):
 
     def _exchange(self, layer: int, states: Tensors) -> Tensors:
         """Send states of this rank's tokens to the ranks whose pieces of this round they are above, and get theirs."""
-        specs, rank, first = self.layers[layer].states, self.group.rank, self._of_top
+        specs, rank, first = self.layers[layer].states, self.group.rank, self._piece.of_top
         sent, received = self.routes.sent[self._number], self.routes.received[self._number]
 
         def empty(count: int) -> Tensors:
@@ -280,7 +276,7 @@ class PiecePath(PathStack):
         shared = []
         for source, read in self.routes.shared[self._number].items():
             works = []
-            for value, spec in zip(of_rows(read.positions[read.positions < self._of_top]), specs, strict=True):
+            for value, spec in zip(of_rows(read.positions[read.positions < self._piece.of_top]), specs, strict=True):
                 total = value.new_zeros(_sized(value, spec, read.number))
                 total.narrow(spec.token_dim, 0, value.shape[spec.token_dim]).copy_(value)
                 works.append(self.group.reduce(total, source))

@@ -22,12 +22,14 @@ class Piece(NamedTuple):
         start, stop: its rows of the tree.
         first: number of its first row among the rows of this rank.
         above: rows above it, by depth, that are not in it.
+        of_top: how many of them, the first ones, all ranks get.
     """
 
     start: int
     stop: int
     first: int
     above: Integers
+    of_top: int
 
 
 class Read(NamedTuple):
@@ -62,7 +64,8 @@ class StateRoutes:
         pieces, first = [], 0
         for number in range(self.dealing.rounds):
             start, stop = self.dealing.piece(self.rank, number)
-            pieces.append(Piece(start, stop, first, self._above(self.rank, number)))
+            of_top = self.dealing.of_top(self.rank, number)
+            pieces.append(Piece(start, stop, first, self._above(self.rank, number), of_top))
             first += stop - start
         return pieces
 

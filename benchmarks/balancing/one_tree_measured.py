@@ -13,7 +13,7 @@ import argparse
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -81,7 +81,9 @@ def ran(model: nn.Module) -> tuple[str, list[int], float]:
     return "own trees" if plan.dealing is None else "one tree", tokens, max(seconds for _, seconds in of_ranks)
 
 
-def measure(deal: str, vocabulary: int, rounds: int, warm: int, say: Callable[..., None]) -> None:
+def measure(
+    deal: str, vocabulary: int, rounds: int, warm: int, say: Callable[..., None], chosen: Sequence[str] | None = None
+) -> None:
     """Print the rows of the table for a division of the rows."""
     batch = rows(deal)
     made = distributed.scatter(batch).batch
@@ -93,6 +95,7 @@ def measure(deal: str, vocabulary: int, rounds: int, warm: int, say: Callable[..
         "`auto`": ({"mesh": group}, batch),
         "`auto`, after `scatter`": ({"mesh": group}, made),
     }
+    ways = {name: way for name, way in ways.items() if chosen is None or name in chosen}
     steps: dict[str, Callable[[], tuple[float, float]]] = {}
     models = {}
     for name, (options, own) in ways.items():
@@ -125,6 +128,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="steps of each way, in turns (default: %(default)s)")
     parser.add_argument("--warm", type=int, default=4, help="steps before them (default: %(default)s)")
     parser.add_argument("--deals", nargs="+", default=["in order", "in turn", "all on the first rank"])
+    parser.add_argument("--ways", nargs="+", help="some of the table's, own trees among them (default: all)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -136,7 +140,7 @@ def main() -> None:
 
     say(HEAD)
     for deal in arguments.deals:
-        measure(deal, vocabulary, arguments.rounds, arguments.warm, say)
+        measure(deal, vocabulary, arguments.rounds, arguments.warm, say, arguments.ways)
     dist.barrier()
     dist.destroy_process_group()
 

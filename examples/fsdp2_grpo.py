@@ -1,12 +1,12 @@
 """GRPO on many ranks: rollouts are distributed as balanced prefix trees, and FSDP2 shards the model.
 
-    torchrun --nproc-per-node 2 examples/fsdp2_grpo.py [--steps 3] [--check]
+    torchrun --nproc-per-node 2 examples/fsdp2_grpo.py [--steps 3] [--one-tree] [--check]
 
 Every rank "generates" every K-th of the bundled rollouts, as asynchronous rollout workers would hand them over.
 `scatter` redistributes them, so that rollouts with long common prefixes meet on one rank and all ranks have nearly
-equal work. Then each rank runs its own schedule, and FSDP2 reduces the gradients. Runs on CPU with gloo or on GPUs with
-NCCL. `--check` also trains everything eagerly in one process and compares the weights. Without torchrun there is one
-rank.
+equal work. Then each rank runs its own schedule, and FSDP2 reduces the gradients. With `--one-tree` rollouts stay where
+they are, and all ranks run one tree of them: no token is computed twice. Runs on CPU with gloo or on GPUs with NCCL.
+`--check` also trains everything eagerly in one process and compares the weights. Without torchrun there is one rank.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Settings:
     hidden: int = 64
     layers: int = 2
     learning_rate: float = 1e-2
+    one_tree: bool = False
     check: bool = False
 
 
@@ -81,15 +82,21 @@ def train(settings: Settings, report: Any = print) -> dict[str, torch.Tensor]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     policy = TokenLogProbs(settings).to(device)
-    policy.forward = torch.compile(policy.forward, backend="dta", options={"chunk_size": 512})
+    over_ranks = {"strategy": "one_tree", "mesh": dist.group.WORLD} if settings.one_tree else {}
+    policy.forward = torch.compile(policy.forward, backend="dta", options={"chunk_size": 512, **over_ranks})
     # The compiled graph reads all parameters at once, so they stay gathered from forward to backward.
     fully_shard(policy, reshard_after_forward=False)
     optimizer = torch.optim.SGD(policy.parameters(), lr=settings.learning_rate)
     for step in range(settings.steps):
         started = time.perf_counter()
         rollouts = {name: value.to(device) for name, value in generated(rank, ranks, settings).items()}
-        shard = distributed.scatter(rollouts, padding={"labels": 0})  # gather() reads all labels, also masked ones
-        loss = loss_of(policy, shard.batch)
+        tokens = ""
+        if settings.one_tree:
+            rollouts["labels"] = rollouts["labels"].clamp(min=0)  # gather() reads all labels, also masked ones
+        else:
+            shard = distributed.scatter(rollouts, padding={"labels": 0})
+            rollouts, tokens = shard.batch, f"tree tokens {shard.costs}, imbalance {shard.imbalance:.2f}, "
+        loss = loss_of(policy, rollouts)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
@@ -99,8 +106,8 @@ def train(settings: Settings, report: Any = print) -> dict[str, torch.Tensor]:
         total /= ranks
         if rank == 0:
             report(
-                f"step {step}: loss {total:+.6f}, gradient norm {float(norm):.4f}, tree tokens {shard.costs}, "
-                f"imbalance {shard.imbalance:.2f}, {time.perf_counter() - started:.1f} s"
+                f"step {step}: loss {total:+.6f}, gradient norm {float(norm):.4f}, {tokens}"
+                f"{time.perf_counter() - started:.1f} s"
             )
     if rank == 0:
         report(str(dta_compile.last_plan(policy.forward)))
@@ -137,6 +144,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=Settings.steps)
     parser.add_argument("--turns", type=int, default=Settings.turns, help="of each bundled rollout")
     parser.add_argument("--layers", type=int, default=Settings.layers)
+    parser.add_argument("--one-tree", action="store_true", help="over all ranks")
     parser.add_argument("--check", action="store_true", help="compare with one process")
     settings = Settings(**vars(parser.parse_args()))
     if torch.cuda.is_available():

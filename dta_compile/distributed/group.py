@@ -139,6 +139,18 @@ class Group:
         dist.recv(raw, self._global(rank), self._group)
         return raw.to(device).view(dtype).reshape(*shape)
 
+    def broadcast(self, value: torch.Tensor, rank: int) -> Callable[[], torch.Tensor]:
+        """Begin to send a rank's tensor to all, which give one of its kind; return a function that waits for it."""
+        raw = self._raw(value)
+        work = dist.broadcast(raw, self._global(rank), self._group, async_op=True)
+        return lambda: (work.wait(), raw.to(value.device).view(value.dtype).reshape(value.shape))[1]
+
+    def reduce(self, value: torch.Tensor, rank: int) -> Callable[[], torch.Tensor]:
+        """Begin to sum a tensor, which is overwritten, on a rank; return a function that waits for it."""
+        total = value.contiguous().to(self._transport(value.device))
+        work = dist.reduce(total, self._global(rank), group=self._group, async_op=True)
+        return lambda: (work.wait(), total.to(value.device))[1]
+
     def _raw(self, value: torch.Tensor) -> torch.Tensor:
         """Return the bytes of a tensor where the group's backend can send them from."""
         return value.contiguous().reshape(-1).view(torch.uint8).to(self._transport(value.device))

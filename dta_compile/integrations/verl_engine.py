@@ -2,10 +2,11 @@
 
 verl imports this module through the entry-point group "verl.plugins". The engine is verl's FSDP engine with FSDP2,
 except for these points: the rows of a mini-batch (or all rows whose log-probs are computed) are dealt out among ranks
-by their prefix tree, and those of a rank are one micro-batch, so that they share prefixes; log-probs, entropies and
-values come from one compiled function, so that no logits are returned; and gradient checkpointing, offloading of
-activations, Liger's and verl's fused kernels are off, since the plan decides about recomputation and the head has no
-logits as it is. The loss, its normalisation, gradient clipping, the optimiser, offloading and checkpoints are verl's.
+by their prefix tree, and those of a rank are one micro-batch, so that they share prefixes; ranks with equal rows
+(`ulysses_sequence_parallel_size`) run one tree; log-probs, entropies and values come from one compiled function, so
+that no logits are returned; and gradient checkpointing, offloading of activations, Liger's and verl's fused kernels are
+off, since the plan decides about recomputation and the head has no logits as it is. The loss, its normalisation,
+gradient clipping, the optimiser, offloading and checkpoints are verl's.
 Models that take images run transformers' own `forward`, whose encoders run once per distinct image, in place of the one
 that verl gives their classes.
 
@@ -95,9 +96,16 @@ class DTAEngine(FSDPEngineWithLMHead):
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         self.pad_to_length = False  # only saves other engines recompilations
 
+    def _init_device_mesh(self) -> None:
+        """Make the groups, without verl's sequence parallelism: ranks of one have equal rows, whole, and one tree."""
+        super()._init_device_mesh()
+        self.use_ulysses_sp, self.ulysses_parallel_group = False, None
+
     def initialize(self) -> None:
         super().initialize()
         options = dict(getattr(self.engine_config, "dta", {}))
+        if self.ulysses_device_mesh is not None:
+            options = {"strategy": "one_tree", **options, "mesh": self.ulysses_device_mesh["sp"]}
         module, compute = self.module, self.compute
 
         def token_values(*args: Any) -> Values:
@@ -201,7 +209,7 @@ class DTAEngine(FSDPEngineWithLMHead):
         }
 
     def _build_module(self) -> nn.Module:
-        with _without_flash_attention():
+        with _without_flash_attention(), mock.patch.object(self, "ulysses_sequence_parallel_size", 1):
             module: nn.Module = super()._build_module()
         for part in module.modules():
             if type(part) in _forwards:
@@ -422,16 +430,15 @@ class DTAValueEngine(DTAEngine):
 
 def _check_settings(engine: Any) -> None:
     """Raise `OptionError` for settings that this engine does not support."""
-    for name, value, accepted, instead in (
-        (
-            "fsdp_config.ulysses_sequence_parallel_size",
-            engine.ulysses_sequence_parallel_size,
-            1,
-            "set it to 1: a schedule runs long sequences chunk by chunk; or use strategy=fsdp2",
-        ),
-        ("fsdp_config.qat.enable", engine.qat.enable, False, "set it to false, or use strategy=fsdp2"),
-    ):
-        _only(name, value, accepted, instead)
+    _only("fsdp_config.qat.enable", engine.qat.enable, False, "set it to false, or use strategy=fsdp2")
+    ranks = dist.get_world_size()
+    if ranks % engine.ulysses_sequence_parallel_size:
+        raise OptionError(
+            "fsdp_config.ulysses_sequence_parallel_size does not divide the ranks",
+            expected=f"a divisor of {ranks}, of ranks that run one tree",
+            got=repr(engine.ulysses_sequence_parallel_size),
+            hint="set it to 1, and each rank runs a tree of its own",
+        )
 
 
 # Settings of a model that change how it is computed, not what, by why they have no effect here.

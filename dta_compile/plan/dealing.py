@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -167,6 +168,28 @@ class Dealing:
                 counts[number, rank, rank] = 0
         return counts
 
+    @functools.cached_property
+    def tops(self) -> list[IntArray]:
+        """By round, the rows above most pieces, which their ranks send to all at once: a path, by depth.
+
+        Any two of them are above a common piece, so they lie on one path. None if a rank has no piece in the round.
+        """
+        tops = []
+        for number in range(self.rounds):
+            changes = np.zeros(self.tree.num_rows + 1, np.int64)
+            for part in (part for rank in range(self.ranks) for part in self._above(rank, number)):
+                changes[list(part)] += 1, -1
+            pieces = np.diff(self.bounds[number * self.ranks :][: self.ranks + 1])
+            least = max(self.ranks // 2, 2) if pieces.all() else self.ranks
+            tops.append(np.flatnonzero(np.cumsum(changes)[:-1] > least))
+        return tops
+
+    def of_top(self, rank: int, number: int) -> int:
+        """Return how many rows of a round's top, the first ones, are above a rank's piece."""
+        above, top = self.above(rank, number), self.tops[number]
+        size = min(len(above), len(top))
+        return int(np.count_nonzero(above[:size] == top[:size]))
+
     @property
     def received(self) -> list[int]:
         """Number of tokens whose states each rank receives in a forward of a layer."""
@@ -287,23 +310,39 @@ def deal_out(tree: PrefixTree, options: Options, limits: Limits, mode: str, rank
     sizes = limits.chunk_sizes if options.chunk_size is None else (options.chunk_size,)
     forward, backward = limits.cost.forward, limits.cost.backward
     heads = np.arange(tree.num_rows + 1) if limits.head_starts is None else limits.head_starts
-    rates = forward.token + backward.token, forward.pair + backward.pair
-    dealing = Dealing.of(tree, ranks, max(sizes), rates, (forward.head + backward.head) * np.diff(heads))
-    if mode == "score" or not limits.parts:
-        return dealing, NOTHING_KEPT
-    if limits.budget is None:
-        return dealing, KeptByParts(len(limits.parts))
-    most = Work(0, 0, max(dealing.tokens), 0, int(_by_rank(np.diff(heads[dealing.bounds]), ranks).max(initial=0)))
-    kept, left = 0, float(limits.budget)
-    for number, part in enumerate(reversed(limits.parts)):
-        # The last part goes backward right after its forward: one piece of it is not kept beside others.
-        size = part.footprint.graph(most) if number or dealing.rounds > 1 else 0.0
-        if size > left:
-            break
-        kept, left = kept + 1, left - size
-    others = limits.parts[: len(limits.parts) - kept]
-    results = most.tokens * sum(part.footprint.result_token for part in others)
-    return dealing, KeptByParts(kept, 0 < results <= left)
+    trains, parts, pairs = mode != "score", len(limits.parts), np.append(0, np.cumsum(tree.depths() + 1))
+
+    def dealt(kept: KeptByParts) -> Dealing:
+        again = trains * (1 - kept.graphs / max(parts, 1))  # share of the forward that runs twice
+        token = (1 + again) * forward.token + trains * backward.token
+        pair = (1 + again * (not kept.results)) * forward.pair + trains * backward.pair
+        more = (forward.head + trains * backward.head) * np.diff(heads)
+        return Dealing.of(tree, ranks, max(sizes), (token, pair), more)
+
+    def kept_of(dealing: Dealing) -> KeptByParts:
+        of_rank = (int(_by_rank(np.diff(total[dealing.bounds]), ranks).max(initial=0)) for total in (pairs, heads))
+        return _kept(Work(0, 0, max(dealing.tokens), *of_rank), limits, dealing.rounds)
+
+    dealing = dealt(KeptByParts(parts))
+    if not trains or not parts or limits.budget is None:
+        return dealing, KeptByParts(parts * trains)
+    dealing = dealt(kept_of(dealing))
+    return dealing, kept_of(dealing)
+
+
+def _kept(most: Work, limits: Limits, rounds: int) -> KeptByParts:
+    """Return what parts keep within the budget so that least is computed again; `most`: work of a rank, all parts."""
+    parts, budget, best = limits.parts, limits.budget or 0, (0.0, NOTHING_KEPT)
+    forward, attention = map(limits.cost.forward.seconds, (most._replace(heads=0), Work(pairs=most.pairs)))
+    # The last part goes backward right after its forward: one piece of it is not kept beside others.
+    graphs = [part.footprint.graph(most) * (number > 0 or rounds > 1) for number, part in enumerate(reversed(parts))]
+    results = [most.tokens * part.footprint.result_token * (attention > 0) for part in reversed(parts)]
+    for kept in range(len(parts) + 1):
+        for others in {0.0, sum(results[kept:])}:
+            if sum(graphs[:kept]) + others <= budget:
+                saved = kept * forward + (len(parts) - kept) * attention * (others > 0)
+                best = max(best, (saved, KeptByParts(kept, others > 0)))
+    return best[1]
 
 
 def exchange_seconds(
@@ -312,8 +351,9 @@ def exchange_seconds(
     """Return the seconds that ranks wait for each other in a step, besides those that they compute.
 
     All ranks run a round together, layer by layer. In every forward of a layer the busiest rank receives, or sends, the
-    states of `traffic`, in a message to each other rank; their gradients take the same way back. None of it is taken to
-    be hidden behind computation. Running states are computed by one rank after the other.
+    states of `traffic`, in a message to each other rank; those of `tops` go from rank to rank, in one message of each
+    rank that has any. Their gradients take the same way back. None of it is taken to be hidden behind computation.
+    Running states are computed by one rank after the other.
 
     Args:
         schedule: ops of a rank that has pieces.
@@ -325,9 +365,14 @@ def exchange_seconds(
     kinds = [(share, Counter((extent(op), type(op) is Backward) for op in run.ops)) for share, run in schedule.kinds]
     seconds = 0.0
     for number, chunk in enumerate(schedule.chunks):
-        traffic = dealing.traffic[number]
+        top = dealing.owners(dealing.tops[number]) % dealing.ranks
+        traffic, tops = dealing.traffic[number].copy(), np.bincount(top, minlength=dealing.ranks)
+        for rank in range(dealing.ranks):
+            traffic[rank] -= np.bincount(top[: dealing.of_top(rank, number)], minlength=dealing.ranks)
+        np.fill_diagonal(traffic, 0)
         tokens, messages = (int(max(counts.sum(0).max(), counts.sum(1).max())) for counts in (traffic, traffic > 0))
-        sent, wait = limits.footprint.kv_token * tokens / link, layers * messages * latency
+        messages += int(np.count_nonzero(tops)) * math.ceil(math.log2(dealing.ranks))
+        sent, wait = limits.footprint.kv_token * (tokens + len(top)) / link, layers * messages * latency
         in_turn = IN_TURN * dealing.in_turn(number) if limits.footprint.has_states else 0.0
         for share, runs in kinds:
             seconds += share * runs[chunk, False] * (sent + wait + in_turn * forward)

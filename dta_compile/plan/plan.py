@@ -19,7 +19,7 @@ from dta_compile.files import write_output
 from dta_compile.options import MOST_BYTES, Options, as_integer
 from dta_compile.plan.choice import choose_lazily
 from dta_compile.plan.cost import BY_STAGES, Limits, chunk_sizes
-from dta_compile.plan.dealing import NVLINK, Dealing, deal_out, exchange_seconds
+from dta_compile.plan.dealing import LATENCY, NVLINK, Dealing, deal_out, exchange_seconds
 from dta_compile.plan.peak_memory import Footprint, PartBytes
 from dta_compile.plan.schedule import Schedule
 from dta_compile.plan.simulate import Simulation, causal_pairs, simulate
@@ -243,14 +243,21 @@ def make_plan(
 
 
 def plan_one_tree(
-    tree: PrefixTree, options: Options, limits: Limits, mode: str, rank: int, ranks: int, link: float = math.inf
+    tree: PrefixTree,
+    options: Options,
+    limits: Limits,
+    mode: str,
+    rank: int,
+    ranks: int,
+    link: float = math.inf,
+    latency: float = LATENCY,
 ) -> Plan:
     """Plan one tree over ranks: the pieces of each, and the verified schedule of one of them.
 
     Args:
         tree: tree of the sequences of all ranks.
         limits: as in `make_plan`, the same on all ranks; `head_starts` of this tree.
-        link: bytes a second that a rank receives from others.
+        link, latency: bytes a second that a rank receives from others, and seconds of a message.
     """
     dealing, kept = deal_out(tree, options, limits, mode, ranks)
 
@@ -264,7 +271,7 @@ def plan_one_tree(
     schedule, simulation = of_rank(rank)
     check(tree, schedule, limits.footprint.has_states, dealing, rank)
     of_slowest, counts = of_rank(int(np.argmax(dealing.costs)))
-    exchange = exchange_seconds(dealing, of_slowest, limits, link)
+    exchange = exchange_seconds(dealing, of_slowest, limits, link, latency)
     estimates = Estimates(limits.cost.estimate(counts) + exchange, limits.cost.source)
 
     def explain() -> str:

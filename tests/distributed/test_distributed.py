@@ -342,7 +342,8 @@ def test_a_rank_that_fails_leaves_the_others_with_torchs_error(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_example_under_torchrun_equals_one_process():
+@pytest.mark.parametrize("more", [[], ["--one-tree"]], ids=["own trees", "one tree"])
+def test_the_example_under_torchrun_equals_one_process(more):
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [
         sys.executable,
@@ -356,6 +357,7 @@ def test_the_example_under_torchrun_equals_one_process():
         "--layers",
         "1",
         "--check",
+        *more,
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

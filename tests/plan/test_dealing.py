@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dta_compile.errors import OptionError, PlanError, ScheduleError
 from dta_compile.options import Options
-from dta_compile.plan import Footprint, Limits, PartBytes, PrefixTree, Schedule, plan, verify
+from dta_compile.plan import CostModel, Footprint, Limits, PartBytes, PrefixTree, Schedule, plan, verify
 from dta_compile.plan.dealing import Dealing, KeptByParts, deal_out, exchange_seconds
 from tests.support.pages import read_page
 
@@ -63,6 +63,8 @@ def test_a_piece_reads_one_path_of_earlier_pieces(sequences, ranks, most):
         assert (owners < number * ranks + rank).all()
         for source in owners % ranks:
             traffic[number, rank, source] += source != rank
+        top, first = dealing.tops[number], dealing.of_top(rank, number)
+        assert (above[:first] == top[:first]).all() and not set(top[first:].tolist()) & set(above.tolist())
     assert (dealing.traffic == traffic).all()
     assert dealing.received == traffic.sum((0, 2)).tolist()
 
@@ -164,6 +166,11 @@ def test_exchange_is_priced_by_bytes_and_messages():
     again = dealing.schedule(1, Options(), "transparent", 2)  # both parts go forward twice
     more = exchange_seconds(dealing, again, limits, link=1e3, latency=1.0)
     assert more == pytest.approx((2 + 2) * read * 10 / 1e3 + 3 * 2 * 1.0)
+    prompt = PrefixTree.build([[0] * 25 + [number] * 25 for number in range(1, 4)])  # ranks 1, 2 and 3 read it
+    dealing, _ = deal_out(prompt, Options(chunk_size=100), limits, "score", 4)
+    assert dealing.tops[0].tolist() == list(range(25)) and dealing.traffic[0].sum(0).tolist() == [75, 0, 0, 0]
+    sent = exchange_seconds(dealing, dealing.schedule(1, Options(), "score", 2), limits, link=1e3, latency=0.0)
+    assert sent == pytest.approx(25 * 10 / 1e3), "each rank passes on what it receives"
     states = dataclasses.replace(limits, footprint=Footprint(kv_token=10.0, state=1.0))
     assert exchange_seconds(dealing, schedule, states, link=1e3, latency=1.0) > seconds, "recurrences run in turn"
 
@@ -182,3 +189,25 @@ def test_exchange_is_priced_by_bytes_and_messages():
 def test_what_does_not_fit_one_tree_is_refused(error, given):
     with pytest.raises(error):
         plan(AGENT, **given)
+
+
+def test_parts_keep_what_saves_most():
+    """Results of attention are small: they are kept of all parts before graphs are, unless attention costs nothing."""
+    parts = (PartBytes(Footprint(graph_token=10.0, result_token=1.0)),) * 4
+    tree, costs = PrefixTree.build([list(range(1000))]), CostModel()
+    without_attention = dataclasses.replace(costs, forward=costs.forward._replace(pair=0.0))
+
+    def kept(budget, cost):
+        limits = Limits(budget, Footprint(graph_token=40.0), cost, parts=parts)
+        dealing, keeps = deal_out(tree, Options(chunk_size=1000), limits, "transparent", 1)
+        assert dealing.rounds == 1
+        return keeps
+
+    slow_attention = dataclasses.replace(costs, forward=costs.forward._replace(pair=1e-6))
+    assert kept(13_000, slow_attention) == KeptByParts(2, True)  # the last graph is not kept beside others
+    assert kept(13_000, without_attention) == KeptByParts(2, False)
+    assert kept(3_500, slow_attention) == KeptByParts(1, True)
+    assert kept(20_000, slow_attention) == KeptByParts(2, True)
+    assert kept(21_000, slow_attention) == KeptByParts(3, True)
+    assert kept(30_000, slow_attention) == kept(None, slow_attention) == KeptByParts(4, False)
+    assert kept(0, slow_attention) == KeptByParts(1, False)

@@ -20,6 +20,7 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 from verl.workers.utils.losses import ppo_loss
 
@@ -83,6 +84,7 @@ def verl_on_cpu() -> Iterator[None]:
     """Make verl use the CPU, and register its FSDP engine for it; starts one rank unless ranks exist."""
     before, own = platform_manager._current_platform, not dist.is_initialized()
     platform_manager._current_platform = CPU()
+    transformer_impl.device_name = "cpu"  # read when verl was imported
     kinds = {"language_model": FSDPEngineWithLMHead, "value_model": FSDPEngineWithValueHead}
     for kind, engine in kinds.items():
         EngineRegistry._engines[kind][REFERENCE]["cpu"] = engine

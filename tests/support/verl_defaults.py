@@ -1,11 +1,12 @@
 """An actor of verl as its default configuration makes it, on ranks that torchrun starts: `strategy=fsdp2`, then `dta`.
 
-    torchrun --standalone --nproc-per-node 2 -m tests.support.verl_defaults [--mixed] [--small]
+    torchrun --standalone --nproc-per-node 2 -m tests.support.verl_defaults [--mixed] [--small] [--ulysses]
 
 verl's own configuration files are composed, its `ActorRolloutRefWorker` scores and updates on the bundled rollouts (or
 on `--small` ones), which its trainer's balancing divides among ranks. What is not verl's default: the model, one
 mini-batch of all rows, the size of a micro-batch (which verl wants to be told), attention for CPUs in its own engine,
 float32 unless `--mixed`, and SGD: AdamW makes steps of rounding where a gradient is almost zero.
+With `--ulysses` two ranks have equal rows in ours, and one tree.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ SIZES = {**verl_cpu.HEADS, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 CONFIGURATION = pathlib.Path(verl.__file__).parent / "trainer" / "config"
 
 
-def configuration(strategy: str, model: str, rows: int, mixed: bool) -> Any:
+def configuration(strategy: str, model: str, rows: int, mixed: bool, ulysses: int) -> Any:
     """Return verl's configuration of actor, rollout and reference with the strategy."""
     actor = "actor_rollout_ref.actor"
     changes = [
         f"{actor}.strategy={strategy}",
         f"{actor}.ppo_mini_batch_size={rows}",
+        f"{actor}.ulysses_sequence_parallel_size={ulysses}",
         f"{actor}.ppo_micro_batch_size_per_gpu=2",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
         f"actor_rollout_ref.model.path={model}",
@@ -83,28 +85,31 @@ def batch(rollouts: list[Any], config: Any, total: int, old: torch.Tensor | None
     return data
 
 
-def trained(strategy: str, path: str, rollouts: list[Any], mixed: bool) -> tuple[dict[str, Any], Any]:
+def trained(strategy: str, path: str, rollouts: list[Any], mixed: bool, ulysses: int = 1) -> tuple[dict[str, Any], Any]:
     """Return weights, log-probs before, and gradient norms of the updates; and the engine."""
-    config = configuration(strategy, path, len(rollouts), mixed).actor_rollout_ref
+    config = configuration(strategy, path, len(rollouts), mixed, ulysses).actor_rollout_ref
     worker = ActorRolloutRefWorker(config, role="actor")
     worker.init_model()
-    mine = [rollouts[row] for row in own_rows([len(one) for one in rollouts], dist.get_world_size())[dist.get_rank()]]
+    rank, ranks = dist.get_rank() // ulysses, dist.get_world_size() // ulysses
+    numbers = own_rows([len(one) for one in rollouts], ranks)[rank]
+    mine = [rollouts[row] for row in numbers]
     make = functools.partial(batch, mine, config.actor, len(rollouts))
     data = make()
     tensordict_utils.assign_non_tensor(data, calculate_entropy=True, compute_loss=False)
-    scores = worker.compute_log_prob(data)
-    old = verl_cpu.response_values(scores["log_probs"].float(), data)
-    norms = [
-        float(torch.tensor(tensordict_utils.get(worker.update_actor(make(old)), "metrics")["grad_norm"]).sum())
-        for _ in range(UPDATES)
-    ]
+    scores = worker.compute_log_prob(data)  # None but on the first of ranks with equal rows
+    given = gathered(None if scores is None else [row.float() for row in scores["log_probs"].unbind()])[rank * ulysses]
+    old = verl_cpu.response_values(torch.nested.as_nested_tensor(given, layout=torch.jagged), data)
+    updates = (worker.update_actor(make(old)) for _ in range(UPDATES))
+    metrics = [gathered(None if done is None else tensordict_utils.get(done, "metrics")) for done in updates]
+    norms = [float(torch.tensor(of_ranks[rank * ulysses]["grad_norm"]).sum()) for of_ranks in metrics]
     named = worker.actor.engine.module.named_parameters()
     weights = {name: verl_cpu.full(parameter.detach()).float().clone() for name, parameter in named}
-    rows = torch.cat([row[:-1].float() for row in scores["log_probs"].unbind()])
+    rows = {number: row[:-1] for number, row in zip(numbers, given, strict=True)}
     return {"weights": weights, "scores": rows, "norms": norms, "given": mine}, worker.actor.engine
 
 
-def tokens_of_ranks(own: int) -> list[int]:
+def gathered(own: Any) -> list[Any]:
+    """Return the values of all ranks."""
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, own)
     return of_ranks
@@ -123,21 +128,27 @@ def main() -> None:
         verl_cpu.save_model(path, vocabulary, **({} if small else SIZES))
         start = verl_cpu.Qwen3ForCausalLM.from_pretrained(path).state_dict()
         expected, _ = trained(verl_cpu.REFERENCE, path, rollouts, mixed)
-        ours, engine = trained("dta", path, rollouts, mixed)
+        ours, engine = trained("dta", path, rollouts, mixed, 2 if "--ulysses" in sys.argv else 1)
         exact = trained(verl_cpu.REFERENCE, path, rollouts, False)[0] if mixed else expected
     tokens = sum(map(len, rollouts))
-    ran = tokens_of_ranks(last_plan(engine.token_values).prefix_tree.num_rows)
-    given = tokens_of_ranks(PrefixTree.build([one.tokens for one in expected["given"]]).num_rows)
+    plan = last_plan(engine.token_values)
+    ran = gathered(plan.prefix_tree.num_rows if plan.dealing is None else plan.dealing.tokens[plan.rank])
+    given = gathered(PrefixTree.build([one.tokens for one in expected["given"]]).num_rows)
     names = expected["weights"].keys()
 
     def apart(one: Any, other: Any) -> float:
         return max(float((one["weights"][name] - other["weights"][name]).abs().max()) for name in names)
 
+    def off(scores: dict[int, torch.Tensor]) -> float:
+        """Return the mean distance of log-probs from exact ones, over rows that this rank has in both."""
+        both = scores.keys() & exact["scores"].keys()
+        return float(torch.cat([(scores[row] - exact["scores"][row]).abs() for row in both]).mean()) if both else 0.0
+
     found = {
         "ranks": dist.get_world_size(),
         "moved": max(float((expected["weights"][name] - start[name]).abs().max()) for name in names),
         "difference": apart(ours, expected),
-        "scores": [float((one["scores"] - exact["scores"]).abs().mean()) for one in (ours, expected)],
+        "scores": [off(one["scores"]) for one in (ours, expected)],
         "norms": [ours["norms"], expected["norms"], exact["norms"]],
         "all_rows": tokens / PrefixTree.build([one.tokens for one in rollouts]).num_rows,
         "compression": tokens / sum(ran),

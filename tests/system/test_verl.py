@@ -138,11 +138,12 @@ def test_what_verl_sets_by_default(checkpoint, rollouts):
     assert ours.reports[0]["grad_norm"] == pytest.approx(exact.reports[0]["grad_norm"], rel=0.02)
 
 
-def test_verls_own_configuration_on_two_ranks():
+@pytest.mark.parametrize("more", [[], ["--ulysses"]], ids=["own trees", "one tree"])
+def test_verls_own_configuration_on_two_ranks(more):
     """Nothing but the strategy is set; rows meet on the rank whose tree they share most with, and values return."""
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.support.verl_defaults"]
     done = subprocess.run(
-        [sys.executable, "-m", *launch, "--small"], cwd=ROOT, capture_output=True, text=True, timeout=200
+        [sys.executable, "-m", *launch, "--small", *more], cwd=ROOT, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

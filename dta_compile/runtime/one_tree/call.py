@@ -19,9 +19,9 @@ from dta_compile.distributed.group import Group
 from dta_compile.errors import RuntimeContractError
 from dta_compile.executable.chunk import Part
 from dta_compile.executable.executable import ChunkInput
-from dta_compile.plan.dealing import Dealing
+from dta_compile.plan.dealing import LATENCY, Dealing
 from dta_compile.plan.plan import plan_one_tree
-from dta_compile.plan.simulate import simulate
+from dta_compile.plan.simulate import Simulation, simulate
 from dta_compile.plan.tree.lexicographic import codes_of, combine
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.proofs.mask_class import MaskClass
@@ -40,7 +40,10 @@ from dta_compile.runtime.rows.buffers import Gathered
 from dta_compile.runtime.rows.dense_to_tree import entries_first, entry_index, over_batch, to_numpy
 from dta_compile.runtime.rows.upload import upload
 
-LINK_BYTES = {"cuda": 2e11, "cpu": 1e9}  # bytes a second between ranks: NVLink of a node, and the loopback
+# Bytes a second between ranks, and seconds of a message: NVLink of a node; gloo over the loopback, as measured.
+LINKS = {"cuda": (2e11, LATENCY), "cpu": (1e9, 1.2e-4)}
+# Most of own trees' time that one tree may take to be chosen: the host has more to do for it, 1% to 3% in benchmarks.
+WORTHWHILE = 0.95
 
 
 class _Facts(NamedTuple):
@@ -51,20 +54,22 @@ class _Facts(NamedTuple):
             whether its outputs are used, and the contents of its keys.
         widths: number of columns of each trunk key, then of each head key.
         masks: class of each mask, and the numbers that they hide keys by; None: the rank has no tokens.
+        spans: what layers need to know of them: spans, whether there are blocks, and the numbers.
         columns, from_first: tokens of a row, and whether every sequence begins at the first of its row.
-        constants: digest of the values that all tokens read.
+        constants: shapes and checksums of the values that all tokens read.
         limits: properties of its machine.
-        seconds: estimate of its own tree.
+        counts: counts of the schedule over its own tree.
     """
 
     tokens: Integers
     widths: tuple[int, ...]
     masks: tuple[list[MaskClass], list[float]] | None
+    spans: Any
     columns: int
     from_first: bool
-    constants: str
+    constants: Any
     limits: Any
-    seconds: float
+    counts: Simulation
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -178,10 +183,11 @@ def over_ranks(own: PlannedCall, mode: str, group: Group, is_forced: bool) -> Pl
     rows, begins = _rows_of_all(own, facts)
     limits = own.plan.limits.agreed([of_rank.limits for of_rank in facts]).of_sweep("stages")
     limits = dataclasses.replace(limits, head_starts=rows.head_starts)
-    plan = plan_one_tree(rows.tree, own.plan.options, limits, mode, group.rank, group.size, _link(own))
+    link = LINKS.get(own.device.type, LINKS["cpu"])
+    plan = plan_one_tree(rows.tree, own.plan.options, limits, mode, group.rank, group.size, *link)
     assert plan.dealing is not None
-    slowest = max(of_rank.seconds for of_rank in facts)
-    if not is_forced and plan.estimates.seconds >= slowest:
+    slowest = max(limits.cost.estimate(of_rank.counts) for of_rank in facts)
+    if not is_forced and plan.estimates.seconds >= WORTHWHILE * slowest:
         note = (
             f"one tree over {group.size} ranks would take {plan.estimates.seconds / max(slowest, 1e-9):.2f} of the time"
         )
@@ -227,16 +233,19 @@ def _facts(own: PlannedCall) -> _Facts:
     columns = [flags.reshape(-1)[places].astype(np.int64)[:, None] for flags in (starts, joined, used)]
     items = (*executable.trunk_keys, *executable.head_keys)
     keys = [_contents(own, item).reshape(masks.valid.size, -1)[places] for item in items]
-    shared = (own.dense[slot] for slot in executable.constant_inputs)
+    shared = [own.dense[slot] for slot in executable.constant_inputs]
+    kinds = [(tuple(value.shape), str(value.dtype)) for value in shared]
+    spans = [(mask.window, mask.chunk, mask.block is not None) for mask in masks.classes], masks.fillers
     return _Facts(
         np.concatenate([*columns, *keys], 1),
         tuple(key.shape[1] for key in keys),
         (masks.classes, masks.fillers) if len(places) else None,
+        spans if len(places) else None,
         masks.valid.shape[1],
         masks.from_first,
-        _digest_of(shared),
+        (kinds, _checksums(shared)),
         own.plan.limits.of_machine,
-        own.plan.estimates.seconds,
+        own.plan.simulation,
     )
 
 
@@ -256,41 +265,40 @@ def _contents(own: PlannedCall, item: ChunkInput) -> Integers:
     return np.stack([over_batch(item.layout, code, own.batch, own.tokens, window) for code in codes.T], -1)
 
 
-def _digest_of(values: Any) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+def _checksums(values: Sequence[torch.Tensor]) -> list[int]:
+    """Return a checksum of each value, of 64 bits and of its order: made on the device, so that few bytes are copied.
+
+    It is the sum of all words, each times a pseudo-random odd number that belongs to its place.
+    """
+    sums = []
     for value in values:
-        digest.update(repr((tuple(value.shape), value.dtype)).encode() + to_numpy(value.detach()).tobytes())
-    return digest.hexdigest()
+        word = torch.int32 if value.dtype.itemsize % 4 == 0 else torch.uint8
+        words = value.detach().contiguous().reshape(-1).view(word).to(torch.int64)
+        places = torch.arange(len(words), device=words.device) * 0x1E3779B97F4A7C15
+        sums.append((words * ((places ^ (places >> 29)) * 0x3F58476D1CE4E5B9 | 1)).sum())
+    return torch.stack(sums).tolist() if sums else []
 
 
 def _require_alike(facts: Sequence[_Facts]) -> None:
     """Raise `RuntimeContractError` unless the calls of all ranks can be parts of one."""
-    first = facts[0]
-    spans = [(_known_of(of_rank.masks), rank) for rank, of_rank in enumerate(facts) if of_rank.masks is not None]
-    for rank, of_rank in enumerate(facts):
-        what = next((name for name in ("widths", "constants") if getattr(of_rank, name) != getattr(first, name)), None)
-        if what is None and of_rank.masks is not None and _known_of(of_rank.masks) != spans[0][0]:
-            what = "masks"
-        if what is not None:
-            raise RuntimeContractError(
-                f"one tree over ranks: the calls of ranks 0 and {rank} differ in {_WORDS[what]}",
-                expected="the same model and the same kinds of inputs on all ranks",
-                got=f"{what} {getattr(first, what)!s:.100} and {getattr(of_rank, what)!s:.100}",
-                hint="options={'mesh': None} runs a tree of its own on each rank",
-            )
+    for name, what in _WORDS.items():
+        known = [(rank, getattr(of_rank, name)) for rank, of_rank in enumerate(facts)]
+        (first, value), *others = [(rank, value) for rank, value in known if value is not None] or [(0, None)]
+        for rank, other in others:
+            if value != other:
+                raise RuntimeContractError(
+                    f"one tree over ranks: the calls of ranks {first} and {rank} differ in {what}",
+                    expected="the same model and the same kinds of inputs on all ranks",
+                    got=f"{name} {value!s:.100} and {other!s:.100}",
+                    hint="options={'mesh': None} runs a tree of its own on each rank",
+                )
 
 
 _WORDS = {
     "widths": "the inputs that tell tokens apart",
     "constants": "values that all tokens read, such as tables made from the number of columns",
-    "masks": "how far tokens attend",
+    "spans": "how far tokens attend",
 }
-
-
-def _known_of(masks: tuple[list[MaskClass], list[float]]) -> Any:
-    """Return what layers need to know of masks: spans, whether there are blocks, and fillers."""
-    classes, fillers = masks
-    return [(c.window, c.chunk, c.block is not None) for c in classes], fillers
 
 
 def _rows_of_all(own: PlannedCall, facts: Sequence[_Facts]) -> tuple[BatchRows, list[int]]:
@@ -359,7 +367,3 @@ def _spans(facts: Sequence[_Facts]) -> ReadMasks | None:
     from_first = all(of_rank.from_first for of_rank in some)
     valid = np.ones((1, columns), np.bool_)
     return ReadMasks(valid, None if from_first else np.zeros_like(valid), None, classes, fillers)
-
-
-def _link(own: PlannedCall) -> float:
-    return LINK_BYTES.get(own.device.type, LINK_BYTES["cpu"])

@@ -217,24 +217,33 @@ class PiecePath(PathStack):
 
     def _exchange(self, layer: int, states: Tensors) -> Tensors:
         """Send states of this rank's tokens to the ranks whose pieces of this round they are above, and get theirs."""
-        specs, rank = self.layers[layer].states, self.group.rank
+        specs, rank, first = self.layers[layer].states, self.group.rank, self._piece.of_top
         sent, received = self.routes.sent[self._number], self.routes.received[self._number]
+
+        def empty(count: int) -> Tensors:
+            pairs = zip(states, specs, strict=True)
+            return tuple(value.new_empty(_sized(value, spec, count)) for value, spec in pairs)
+
+        shared = [
+            (read, [self.group.broadcast(value, source) for value in values])
+            for source, read in self.routes.shared[self._number].items()
+            for values in (self._taken(layer, states, read) if source == rank else empty(read.number),)
+        ]
         arrived = self._swapped(
             {reader: self._taken(layer, states, read) for reader, read in sent.items()},
             {source: read.number for source, read in received.items() if source != rank},
             states,
             specs,
         )
-        count = len(self._piece.above)
-        above = tuple(
-            value.new_empty((*value.shape[: spec.token_dim], count, *value.shape[spec.token_dim + 1 :]))
-            for value, spec in zip(states, specs, strict=True)
-        )
-        for source, read in received.items():
-            values = self._taken(layer, states, read) if source == rank else arrived[source]
-            positions = upload(read.positions, self.device)
+        if rank in received:
+            arrived[rank] = self._taken(layer, states, received[rank])
+        above = empty(len(self._piece.above))
+        reads = [(received[source].positions, values) for source, values in arrived.items()]
+        reads += [(read.positions[read.positions < first], tuple(work() for work in works)) for read, works in shared]
+        for numbers, values in reads:
+            positions = upload(numbers, self.device)
             for value, target, spec in zip(values, above, specs, strict=True):
-                target.index_copy_(spec.token_dim, positions, value)
+                target.index_copy_(spec.token_dim, positions, value.narrow(spec.token_dim, 0, len(numbers)))
         return above
 
     def _taken(self, layer: int, states: Tensors, read: Read) -> Tensors:
@@ -259,18 +268,30 @@ class PiecePath(PathStack):
         specs, rank = self.layers[layer].states, self.group.rank
         sent, received = self.routes.sent[self._number], self.routes.received[self._number]
 
-        def of_rows(read: Read) -> Tensors:
-            positions = upload(read.positions, self.device)
+        def of_rows(numbers: Integers) -> Tensors:
+            positions = upload(numbers, self.device)
             pairs = zip(of_above, specs, strict=True)
             return tuple(value.index_select(spec.token_dim, positions) for value, spec in pairs)
 
-        own = {source: of_rows(read) for source, read in received.items()}
+        shared = []
+        for source, read in self.routes.shared[self._number].items():
+            works = []
+            for value, spec in zip(of_rows(read.positions[read.positions < self._piece.of_top]), specs, strict=True):
+                total = value.new_zeros(_sized(value, spec, read.number))
+                total.narrow(spec.token_dim, 0, value.shape[spec.token_dim]).copy_(value)
+                works.append(self.group.reduce(total, source))
+            shared.append((source, read, works))
+        own = {source: of_rows(read.positions) for source, read in received.items()}
         of_self = own.pop(rank, None)
         arrived = self._swapped(own, {reader: read.number for reader, read in sent.items()}, of_above, specs)
         if of_self is not None:
             self._add(layer, received[rank], of_self, of_states)
         for reader, values in arrived.items():
             self._add(layer, sent[reader], values, of_states)
+        for source, read, works in shared:
+            totals = tuple(work() for work in works)
+            if source == rank:
+                self._add(layer, read, totals, of_states)
         self._settle(layer, of_states)
 
     def _add(self, layer: int, read: Read, values: Tensors, of_states: Tensors) -> None:
@@ -427,6 +448,11 @@ def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     if dim == 1 or parts[0].dim() == dim + 1:
         return torch.cat(list(parts), dim)
     return torch.cat([part.movedim(dim, 1) for part in parts], 1).movedim(1, dim)
+
+
+def _sized(value: torch.Tensor, spec: StateSpec, count: int) -> tuple[int, ...]:
+    """Return the shape of a state for a number of tokens."""
+    return (*value.shape[: spec.token_dim], count, *value.shape[spec.token_dim + 1 :])
 
 
 def _visible(above: Tensors, specs: Sequence[StateSpec], part: Part) -> Tensors:

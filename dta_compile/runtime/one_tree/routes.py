@@ -22,19 +22,21 @@ class Piece(NamedTuple):
         start, stop: its rows of the tree.
         first: number of its first row among the rows of this rank.
         above: rows above it, by depth, that are not in it.
+        of_top: how many of them, the first ones, all ranks get.
     """
 
     start: int
     stop: int
     first: int
     above: Integers
+    of_top: int
 
 
 class Read(NamedTuple):
     """Rows of one rank that another reads in a round: those of earlier rounds, then those of this round.
 
     Attributes:
-        positions: their positions among the rows above the reader's piece.
+        positions: their positions among the rows above the reader's piece, or of the top of the tree.
         earlier: rows of the tree, of earlier rounds.
         rows: rows of the tree, of this round.
     """
@@ -62,13 +64,23 @@ class StateRoutes:
         pieces, first = [], 0
         for number in range(self.dealing.rounds):
             start, stop = self.dealing.piece(self.rank, number)
-            pieces.append(Piece(start, stop, first, self._above(self.rank, number)))
+            of_top = self.dealing.of_top(self.rank, number)
+            pieces.append(Piece(start, stop, first, self._above(self.rank, number), of_top))
             first += stop - start
         return pieces
 
     @functools.cached_property
+    def shared(self) -> list[dict[int, Read]]:
+        """By round, the rows of each rank that all get; see `Dealing.tops`."""
+        ranks = range(self.dealing.ranks)
+        return [
+            {source: read for source in ranks if (read := self._of_path(top, number, source)).number}
+            for number, top in enumerate(self.dealing.tops)
+        ]
+
+    @functools.cached_property
     def received(self) -> list[dict[int, Read]]:
-        """By round, what this rank reads of each rank that has any of it; of itself, only of earlier rounds."""
+        """By round, what else this rank reads of each rank that has any of it; of itself, only of earlier rounds."""
         ranks = range(self.dealing.ranks)
         return [
             {source: read for source in ranks if (read := self._read(self.rank, number, source)).number}
@@ -77,7 +89,7 @@ class StateRoutes:
 
     @functools.cached_property
     def sent(self) -> list[dict[int, Read]]:
-        """By round, what each other rank reads of this one."""
+        """By round, what else each other rank reads of this one."""
         others = [rank for rank in range(self.dealing.ranks) if rank != self.rank]
         return [
             {reader: read for reader in others if (read := self._read(reader, number, self.rank)).number}
@@ -89,8 +101,8 @@ class StateRoutes:
         """By round, the rows of this rank's piece that ranks read in later rounds, itself included, ascending."""
         later: list[list[Integers]] = [[] for _ in range(self.dealing.rounds)]
         for number in range(1, self.dealing.rounds):
-            own = self.received[number].get(self.rank)
-            reads = [*self.sent[number].values(), *([] if own is None else [own])]
+            own = (of_round[number].get(self.rank) for of_round in (self.received, self.shared))
+            reads = [*self.sent[number].values(), *(read for read in own if read is not None)]
             for rows in (read.earlier for read in reads):
                 rounds = self.dealing.owners(rows) // self.dealing.ranks
                 for of_round in np.unique(rounds).tolist():
@@ -139,10 +151,14 @@ class StateRoutes:
         return {}
 
     def _read(self, reader: int, number: int, source: int) -> Read:
-        above, ranks = self._above(reader, number), self.dealing.ranks
-        owners = self.dealing.owners(above)
+        return self._of_path(self._above(reader, number), number, source, self.dealing.of_top(reader, number))
+
+    def _of_path(self, path: Integers, number: int, source: int, first: int = 0) -> Read:
+        """Return the rows of a path that a rank has, from the depth `first` on."""
+        owners, ranks = self.dealing.owners(path), self.dealing.ranks
         positions = np.flatnonzero(owners % ranks == source)
-        rows, is_earlier = above[positions], owners[positions] // ranks < number
+        positions = positions[positions >= first]
+        rows, is_earlier = path[positions], owners[positions] // ranks < number
         return Read(positions, rows[is_earlier], rows[~is_earlier])
 
 

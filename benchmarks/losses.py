@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from benchmarks.memory import growth
+from benchmarks.measuring.memory import growth
 from torch import nn
 
 import dta_compile

@@ -1,11 +1,12 @@
 """An actor of verl as its default configuration makes it, on ranks that torchrun starts: `strategy=fsdp2`, then `dta`.
 
-    torchrun --standalone --nproc-per-node 2 -m tests.support.verl_defaults [--mixed] [--small]
+    torchrun --standalone --nproc-per-node 2 -m tests.support.verl_defaults [--mixed] [--sgd] [--small]
 
 verl's own configuration files are composed, its `ActorRolloutRefWorker` scores and updates on the bundled rollouts (or
 on `--small` ones), which its trainer's balancing divides among ranks. What is not verl's default: the model, one
 mini-batch of all rows, the size of a micro-batch (which verl wants to be told), attention for CPUs in its own engine,
-float32 unless `--mixed`, and SGD: AdamW makes steps of rounding where a gradient is almost zero.
+and float32 with SGD unless `--mixed`: AdamW makes whole steps of rounding where a gradient is almost zero. So with
+`--mixed`, verl's AdamW unless `--sgd`, both engines are compared with verl's in float32 under the same optimizer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ SIZES = {**verl_cpu.HEADS, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 CONFIGURATION = pathlib.Path(verl.__file__).parent / "trainer" / "config"
 
 
-def configuration(strategy: str, model: str, rows: int, mixed: bool) -> Any:
+def configuration(strategy: str, model: str, rows: int, mixed: bool, sgd: bool) -> Any:
     """Return verl's configuration of actor, rollout and reference with the strategy."""
     actor = "actor_rollout_ref.actor"
     changes = [
@@ -48,8 +49,9 @@ def configuration(strategy: str, model: str, rows: int, mixed: bool) -> Any:
     ]
     if strategy != "dta":
         changes += ["+actor_rollout_ref.model.override_config.attn_implementation=sdpa"]
-    if not mixed:
+    if sgd:
         changes += [f"{actor}.optim.optimizer=SGD", f"{actor}.optim.lr=0.1"]
+    if not mixed:
         changes += [f"+{actor}.fsdp_config.mixed_precision={{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}"]
     with initialize_config_dir(str(CONFIGURATION), version_base=None):
         return compose("ppo_trainer", changes)
@@ -83,9 +85,9 @@ def batch(rollouts: list[Any], config: Any, total: int, old: torch.Tensor | None
     return data
 
 
-def trained(strategy: str, path: str, rollouts: list[Any], mixed: bool) -> tuple[dict[str, Any], Any]:
+def trained(strategy: str, path: str, rollouts: list[Any], mixed: bool, sgd: bool) -> tuple[dict[str, Any], Any]:
     """Return weights, log-probs before, and gradient norms of the updates; and the engine."""
-    config = configuration(strategy, path, len(rollouts), mixed).actor_rollout_ref
+    config = configuration(strategy, path, len(rollouts), mixed, sgd).actor_rollout_ref
     worker = ActorRolloutRefWorker(config, role="actor")
     worker.init_model()
     mine = [rollouts[row] for row in own_rows([len(one) for one in rollouts], dist.get_world_size())[dist.get_rank()]]
@@ -112,6 +114,7 @@ def tokens_of_ranks(own: int) -> list[int]:
 
 def main() -> None:
     mixed = "--mixed" in sys.argv
+    sgd = not mixed or "--sgd" in sys.argv
     torch.set_num_threads(1)
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "empty_cache"):
         setattr(torch.cpu, name, lambda *_: 0)
@@ -122,9 +125,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as path, verl_cpu.verl_on_cpu():
         verl_cpu.save_model(path, vocabulary, **({} if small else SIZES))
         start = verl_cpu.Qwen3ForCausalLM.from_pretrained(path).state_dict()
-        expected, _ = trained(verl_cpu.REFERENCE, path, rollouts, mixed)
-        ours, engine = trained("dta", path, rollouts, mixed)
-        exact = trained(verl_cpu.REFERENCE, path, rollouts, False)[0] if mixed else expected
+        expected, _ = trained(verl_cpu.REFERENCE, path, rollouts, mixed, sgd)
+        ours, engine = trained("dta", path, rollouts, mixed, sgd)
+        exact = trained(verl_cpu.REFERENCE, path, rollouts, False, sgd)[0] if mixed else expected
     tokens = sum(map(len, rollouts))
     ran = tokens_of_ranks(last_plan(engine.token_values).prefix_tree.num_rows)
     given = tokens_of_ranks(PrefixTree.build([one.tokens for one in expected["given"]]).num_rows)
@@ -133,10 +136,15 @@ def main() -> None:
     def apart(one: Any, other: Any) -> float:
         return max(float((one["weights"][name] - other["weights"][name]).abs().max()) for name in names)
 
+    def from_exact(one: Any) -> float:
+        apart = [(one["weights"][name] - exact["weights"][name]).flatten() for name in names]
+        return float(torch.cat(apart).norm() / torch.cat([(exact["weights"][n] - start[n]).flatten() for n in names]).norm())
+
     found = {
         "ranks": dist.get_world_size(),
         "moved": max(float((expected["weights"][name] - start[name]).abs().max()) for name in names),
         "difference": apart(ours, expected),
+        "from_exact": [from_exact(one) for one in (ours, expected)],
         "scores": [float((one["scores"] - exact["scores"]).abs().mean()) for one in (ours, expected)],
         "norms": [ours["norms"], expected["norms"], exact["norms"]],
         "all_rows": tokens / PrefixTree.build([one.tokens for one in rollouts]).num_rows,

@@ -12,8 +12,10 @@ once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
+import types
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -275,7 +277,9 @@ class _DetachingInterpreter(CapturedInterpreter):
     def run_node(self, n: fx.Node) -> Any:
         followed = {arg: self.env[arg] for arg in self.flow.unseen.get(n, ())}
         self.env.update(pytree.tree_map_only(torch.Tensor, torch.detach, followed))
-        result = super().run_node(n)
+        is_python = isinstance(n.target, types.FunctionType) and self.flow.reads_tracked(n)
+        with autograd_function.refused(where(n)) if is_python else contextlib.nullcontext():
+            result = super().run_node(n)
         self.env.update(followed)
         if self.length is not None:
             self.length.check(n)

@@ -138,7 +138,9 @@ def main() -> None:
 
     def from_exact(one: Any) -> float:
         apart = [(one["weights"][name] - exact["weights"][name]).flatten() for name in names]
-        return float(torch.cat(apart).norm() / torch.cat([(exact["weights"][n] - start[n]).flatten() for n in names]).norm())
+        return float(
+            torch.cat(apart).norm() / torch.cat([(exact["weights"][n] - start[n]).flatten() for n in names]).norm()
+        )
 
     found = {
         "ranks": dist.get_world_size(),

@@ -318,9 +318,7 @@ def in_backward(model, forward):
 
 def averaged(model, forward):
     """Average weights, and score with them."""
-    average = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-    )
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
     optimiser = torch.optim.Muon([model.blocks[0].up.weight], lr=1e-2)
     for seed in range(3):
         weighted(forward(shared_ids(batch=3 + seed, seed=seed))).backward()

@@ -139,7 +139,15 @@ def test_what_verl_sets_by_default(checkpoint, rollouts):
 
 
 def test_verls_mixed_precision_is_no_nearer_to_float32_than_ours():
-    launch = ["torch.distributed.run", "--standalone", "-m", "tests.support.verl_defaults", "--small", "--mixed", "--sgd"]
+    launch = [
+        "torch.distributed.run",
+        "--standalone",
+        "-m",
+        "tests.support.verl_defaults",
+        "--small",
+        "--mixed",
+        "--sgd",
+    ]
     done = subprocess.run([sys.executable, "-m", *launch], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     ours, verls = json.loads(done.stdout.splitlines()[-1])["from_exact"]

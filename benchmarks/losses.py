@@ -16,10 +16,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from benchmarks.memory import growth
 from torch import nn
 
 import dta_compile
+from benchmarks.measuring.memory import growth
 
 Tensors = dict[str, torch.Tensor]
 Loss = Callable[["Models", torch.Tensor, Tensors], torch.Tensor]

@@ -42,16 +42,20 @@ PACKED_LENGTH = 1024  # TRL's `max_length`
 # By trainer, settings that tell it from others, and its defaults.
 TRAINERS: dict[str, tuple[set[str], dict[str, Any]]] = {
     "verl": (
-        {"ppo_mini_batch_size", "rollout.n"},
+        {"ppo_mini_batch_size", "rollout.n", "n_gpus_per_node", "balance_batch"},
         {"actor.ppo_mini_batch_size": 256, "rollout.n": 1, "data.train_batch_size": 1024, "actor.strategy": "fsdp"}
         | {"actor.use_dynamic_bsz": False, "actor.ppo_micro_batch_size_per_gpu": 1, "trainer.balance_batch": True}
         | {"actor.ppo_max_token_len_per_gpu": 16384, "actor.shuffle": False}
         | {"trainer.n_gpus_per_node": 1, "trainer.nnodes": 1},
     ),
-    "grpo": ({"num_generations", "steps_per_generation"}, {**OF_TRANSFORMERS, "steps_per_generation": None}),
+    "grpo": (
+        {"num_generations", "steps_per_generation", "generation_batch_size"},
+        {**OF_TRANSFORMERS, "steps_per_generation": None, "generation_batch_size": None},
+    ),
     "dpo": ({"precompute_ref_log_probs", "f_divergence_type", "ld_alpha", "discopop_tau", "use_weighting"}, OF_LOADERS),
     "trainer": (set(), {**OF_LOADERS, "packing": False}),
 }
+CHOICES = {"train_sampling_strategy": ("random", "sequential"), "actor.strategy": ("fsdp", "fsdp2", "dta")}
 
 
 class Settings:
@@ -65,21 +69,36 @@ class Settings:
     def _names(self, name: str) -> list[str]:
         return [given for given in self.given if _is(given, name)]
 
-    def require_known(self, names: Sequence[str]) -> None:
-        """Raise unless all of these names are of settings that divide batches."""
+    def require_known(self, names: Sequence[str], enough: int) -> None:
+        """Raise unless so many of these names are of settings that divide batches."""
         keys, defaults = TRAINERS[self.trainer]
-        for given in names:
-            if not any(_is(given, name) for name in (*keys, *defaults)):
-                expected = ", ".join(sorted({*keys, *defaults}))
-                raise OptionError(f"no setting of {self.trainer} that divides batches", expected=expected, got=given)
+        unknown = [given for given in names if not any(_is(given, name) for name in (*keys, *defaults))]
+        if len(names) - len(unknown) < enough:
+            raise OptionError(
+                f"no setting of {self.trainer} that divides batches",
+                expected=", ".join(sorted({*keys, *defaults})),
+                got=", ".join(unknown[:5]),
+                hint="name the trainer, whose defaults are then used: --trainer " + ", ".join(TRAINERS),
+            )
 
     def __getitem__(self, name: str) -> Any:
         default, names = TRAINERS[self.trainer][1][name], self._names(name)
         value = self.given[names[-1]] if names else default
-        is_count = default is None or (isinstance(default, int) and not isinstance(default, bool))
-        if is_count and value is not default and not (isinstance(value, int) and value >= 1):
-            raise OptionError("bad setting of a trainer", where=name, expected="1 or more", got=repr(value))
+        if name in CHOICES:
+            is_right, expected = value in CHOICES[name], ", ".join(CHOICES[name])
+        elif isinstance(default, bool):
+            is_right, expected = isinstance(value, bool), "true or false"
+        else:
+            is_right, expected = value is default or (type(value) is int and value >= 1), "1 or more"
+        if not is_right:
+            raise OptionError("bad setting of a trainer", where=name, expected=expected, got=repr(value))
         return value
+
+    def steps_per_generation(self, ranks: int) -> int:
+        """Return the micro-batches of a rank that GRPO generates at once."""
+        of_ranks = self["per_device_train_batch_size"] * ranks
+        accumulated: int = self["gradient_accumulation_steps"]
+        return self["steps_per_generation"] or (self["generation_batch_size"] or 0) // of_ranks or accumulated
 
     def changed(self, changes: Mapping[str, Any]) -> Settings:
         """Return the settings with some of them changed."""
@@ -100,7 +119,7 @@ def steps_of(settings: Settings, sequences: Sequence[Recorded], ranks: int) -> l
         return _steps_of_loader(settings, sequences, ranks)
     rows, random = list(range(len(sequences))), np.random.default_rng(0)
     size, accumulated = settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"]
-    generated = _cut(rows, size * (settings["steps_per_generation"] or accumulated))  # by a rank, then shuffled
+    generated = _cut(rows, size * settings.steps_per_generation(ranks))  # by a rank, then shuffled
     of_ranks = _cut([_cut(_cut(random.permutation(part).tolist(), size), accumulated) for part in generated], ranks)
     return [step for parts in of_ranks for step in _by_step(parts)]
 
@@ -203,7 +222,7 @@ def _by_step(of_ranks: list[list[Any]]) -> list[list[Any]]:
     return [[part[i] for part in of_ranks if i < len(part)] for i in range(max(map(len, of_ranks)))]
 
 
-def improvements(settings: Settings, sequences: Sequence[Recorded]) -> Iterator[tuple[str, Settings]]:
+def improvements(settings: Settings, sequences: Sequence[Recorded], ranks: int) -> Iterator[tuple[str, Settings]]:
     """Yield settings after the given ones, each with one more change that joins what the batching divides."""
     if settings.trainer == "verl":
         for name, value in (("actor.strategy", "dta"), ("actor.shuffle", False)):
@@ -213,7 +232,7 @@ def improvements(settings: Settings, sequences: Sequence[Recorded]) -> Iterator[
         return
     rows, accumulated = settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"]
     is_grpo = settings.trainer == "grpo"
-    updates = max((settings["steps_per_generation"] or accumulated) // accumulated, 1) if is_grpo else 1
+    updates = max(settings.steps_per_generation(ranks) // accumulated, 1) if is_grpo else 1
     if accumulated > 1:
         joined = {"per_device_train_batch_size": rows * accumulated, "gradient_accumulation_steps": 1}
         settings = settings.changed({**joined, "steps_per_generation": updates} if is_grpo else joined)
@@ -283,7 +302,10 @@ def add_check(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     settings = Settings(_given(arguments.settings), arguments.trainer)
-    settings.require_known([_name(word) for word in arguments.settings if "=" in word])
+    words = [_name(word) for word in arguments.settings if "=" in word]
+    settings.require_known(words, len(words))
+    if settings.given and arguments.trainer is None:
+        settings.require_known(list(settings.given), 1)
     sequences = read_source(arguments.file, read_options(arguments)).sequences
     if not any(map(len, sequences)):
         raise OptionError("no sequences to check", where=arguments.file)
@@ -293,7 +315,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if ranks > MOST_RANKS:
         raise OptionError("bad setting of a trainer", where="GPUs", expected=f"at most {MOST_RANKS}", got=str(ranks))
     found = [Variant.of("as set", settings, sequences, ranks)]
-    for title, changed in improvements(settings, sequences):
+    for title, changed in improvements(settings, sequences, ranks):
         better = Variant.of(f"set {title}", changed, sequences, ranks)
         if found[-1].tokens > GAIN * better.tokens:
             found.append(better)

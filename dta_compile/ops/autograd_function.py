@@ -8,12 +8,16 @@ lands in the epilogue, and a call on weights alone in the token region, like any
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
+from torch.autograd import Function
 
+from dta_compile.errors import RefusalError
 from dta_compile.ops.library import DrawCapture
 
 # The calls in the graph that is being lowered; the operator's `index` is a position in this list.
@@ -97,6 +101,26 @@ def captured() -> Iterator[None]:
         yield
     finally:
         _calls.clear()
+
+
+@contextlib.contextmanager
+def refused(place: str) -> Iterator[None]:
+    """Scope for a call that Dynamo did not look into: a function applied there is traced without its own backward."""
+    apply, thread = vars(Function)["apply"], threading.get_ident()
+
+    def refuse(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread or cls.__module__.startswith("torch."):
+            return apply.__get__(None, cls)(*args, **kwargs)
+        raise RefusalError(
+            "a torch.autograd.Function is allowed in graphs, which hides its backward",
+            where=place,
+            expected="functions that Dynamo traces in both directions",
+            got=f"{cls.__module__}.{cls.__qualname__}.apply",
+            hint="remove torch.compiler.allow_in_graph, or compile what does not train through it",
+        )
+
+    with mock.patch.object(Function, "apply", classmethod(refuse)):
+        yield
 
 
 @torch.library.register_fake("dta_opaque::call", lib=LIBRARY)

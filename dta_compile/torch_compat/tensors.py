@@ -30,4 +30,6 @@ with needed_for("results that are nested in lists and dictionaries"):
     from torch.utils._pytree import tree_leaves, tree_map
 
 with needed_for("tensors whose values come later"):
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass

@@ -228,6 +228,13 @@ CHECKED = {  # C as set and with each advice, as docs/use/verl.md and docs/use/t
         "num_generations=4 gradient_accumulation_steps=5",
         {"as set": 2.07, "set args=DTACallback.whole_steps(args)": 3.38},
     ),
+    "generated": (
+        "generation_batch_size=40",
+        {
+            "as set": 2.07,
+            'set one update a generation ({"per_device_train_batch_size": 40, "steps_per_generation": 1})': 3.38,
+        },
+    ),
     "sft": ("train_sampling_strategy=random", {"as set": 2.07, f"set {GROUPED}": 2.79}),
     "sft on two": ("group_rows=true gradient_accumulation_steps=2 --ranks 2", {"as set": 2.79, f"set {WHOLE}": 3.07}),
     "packed": (
@@ -262,9 +269,13 @@ def test_a_checked_step_has_a_price_and_bad_settings_are_refused(tmp_path, capsy
     assert main(["check", str(bundled()), "--config", str(config), "--ranks", "2"]) == 0
     assert "then the largest step, 16 rows: verdict: fits 2 x NVIDIA H100" in capsys.readouterr().out
     (tmp_path / "bad.yaml").write_text("a: [")
+    (tmp_path / "unknown.yaml").write_text("defaults: [ppo_trainer]\n")
     for bad, told in (
         ("gradient_accumulation_steps=0", "1 or more"),
         ("bad.yaml", "cannot be read"),
+        ("unknown.yaml", "--trainer"),  # verl's own file says more than its defaults
+        ("packing=yes", "true or false"),
+        ("train_sampling_strategy=group_by_length", "random, sequential"),
         ("acumulation=2", "gradient_accumulation_steps"),
     ):
         assert main(["check", str(bundled()), "--ranks", "2", bad if "=" in bad else str(tmp_path / bad)]) == 2

@@ -193,12 +193,19 @@ def test_a_pointwise_function_of_tokens_runs_over_the_tree():
     assert dta_compile.last_plan(compiled).stats.compression > 1
 
 
+class Allowed(Clipped):
+    pass
+
+
 @pytest.mark.parametrize(
     ("functions", "words"),
     [
         ((Clipped.apply,), "no token-wise rule"),
         ((Centred.apply,), "no token-wise rule"),
         ((torch.clone, Clipped.apply), "not linear in the gradients"),
+        # Dynamo does not look into either, so that their own backward is in no graph.
+        ((torch.compiler.allow_in_graph(lambda x: Clipped.apply(x)),), "hides its backward"),
+        ((torch.compiler.allow_in_graph(Allowed).apply,), "hides its backward"),
     ],
 )
 def test_gradients_that_cannot_be_taken_chunk_by_chunk_are_refused(functions, words):

@@ -1,11 +1,12 @@
 """An actor of verl as its default configuration makes it, on ranks that torchrun starts: `strategy=fsdp2`, then `dta`.
 
-    torchrun --standalone --nproc-per-node 2 -m tests.support.verl_defaults [--mixed] [--small] [--ulysses]
+    torchrun --standalone --nproc-per-node 2 -m tests.support.verl_defaults [--mixed] [--sgd] [--small] [--ulysses]
 
 verl's own configuration files are composed, its `ActorRolloutRefWorker` scores and updates on the bundled rollouts (or
 on `--small` ones), which its trainer's balancing divides among ranks. What is not verl's default: the model, one
 mini-batch of all rows, the size of a micro-batch (which verl wants to be told), attention for CPUs in its own engine,
-float32 unless `--mixed`, and SGD: AdamW makes steps of rounding where a gradient is almost zero.
+and float32 with SGD unless `--mixed`: AdamW makes whole steps of rounding where a gradient is almost zero. So with
+`--mixed`, verl's AdamW unless `--sgd`, both engines are compared with verl's in float32 under the same optimizer.
 With `--ulysses` two ranks have equal rows in ours, and one tree.
 """
 
@@ -36,7 +37,7 @@ SIZES = {**verl_cpu.HEADS, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 CONFIGURATION = pathlib.Path(verl.__file__).parent / "trainer" / "config"
 
 
-def configuration(strategy: str, model: str, rows: int, mixed: bool, ulysses: int) -> Any:
+def configuration(strategy: str, model: str, rows: int, mixed: bool, sgd: bool, ulysses: int) -> Any:
     """Return verl's configuration of actor, rollout and reference with the strategy."""
     actor = "actor_rollout_ref.actor"
     changes = [
@@ -50,8 +51,9 @@ def configuration(strategy: str, model: str, rows: int, mixed: bool, ulysses: in
     ]
     if strategy != "dta":
         changes += ["+actor_rollout_ref.model.override_config.attn_implementation=sdpa"]
-    if not mixed:
+    if sgd:
         changes += [f"{actor}.optim.optimizer=SGD", f"{actor}.optim.lr=0.1"]
+    if not mixed:
         changes += [f"+{actor}.fsdp_config.mixed_precision={{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}"]
     with initialize_config_dir(str(CONFIGURATION), version_base=None):
         return compose("ppo_trainer", changes)
@@ -85,9 +87,11 @@ def batch(rollouts: list[Any], config: Any, total: int, old: torch.Tensor | None
     return data
 
 
-def trained(strategy: str, path: str, rollouts: list[Any], mixed: bool, ulysses: int = 1) -> tuple[dict[str, Any], Any]:
+def trained(
+    strategy: str, path: str, rollouts: list[Any], mixed: bool, sgd: bool, ulysses: int = 1
+) -> tuple[dict[str, Any], Any]:
     """Return weights, log-probs before, and gradient norms of the updates; and the engine."""
-    config = configuration(strategy, path, len(rollouts), mixed, ulysses).actor_rollout_ref
+    config = configuration(strategy, path, len(rollouts), mixed, sgd, ulysses).actor_rollout_ref
     worker = ActorRolloutRefWorker(config, role="actor")
     worker.init_model()
     rank, ranks = dist.get_rank() // ulysses, dist.get_world_size() // ulysses
@@ -117,6 +121,7 @@ def gathered(own: Any) -> list[Any]:
 
 def main() -> None:
     mixed = "--mixed" in sys.argv
+    sgd = not mixed or "--sgd" in sys.argv
     torch.set_num_threads(1)
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "empty_cache"):
         setattr(torch.cpu, name, lambda *_: 0)
@@ -127,9 +132,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as path, verl_cpu.verl_on_cpu():
         verl_cpu.save_model(path, vocabulary, **({} if small else SIZES))
         start = verl_cpu.Qwen3ForCausalLM.from_pretrained(path).state_dict()
-        expected, _ = trained(verl_cpu.REFERENCE, path, rollouts, mixed)
-        ours, engine = trained("dta", path, rollouts, mixed, 2 if "--ulysses" in sys.argv else 1)
-        exact = trained(verl_cpu.REFERENCE, path, rollouts, False)[0] if mixed else expected
+        expected, _ = trained(verl_cpu.REFERENCE, path, rollouts, mixed, sgd)
+        ours, engine = trained("dta", path, rollouts, mixed, sgd, 2 if "--ulysses" in sys.argv else 1)
+        exact = trained(verl_cpu.REFERENCE, path, rollouts, False, sgd)[0] if mixed else expected
     tokens = sum(map(len, rollouts))
     plan = last_plan(engine.token_values)
     ran = gathered(plan.prefix_tree.num_rows if plan.dealing is None else plan.dealing.tokens[plan.rank])
@@ -138,6 +143,12 @@ def main() -> None:
 
     def apart(one: Any, other: Any) -> float:
         return max(float((one["weights"][name] - other["weights"][name]).abs().max()) for name in names)
+
+    def from_exact(one: Any) -> float:
+        apart = [(one["weights"][name] - exact["weights"][name]).flatten() for name in names]
+        return float(
+            torch.cat(apart).norm() / torch.cat([(exact["weights"][n] - start[n]).flatten() for n in names]).norm()
+        )
 
     def off(scores: dict[int, torch.Tensor]) -> float:
         """Return the mean distance of log-probs from exact ones, over rows that this rank has in both."""
@@ -148,6 +159,7 @@ def main() -> None:
         "ranks": dist.get_world_size(),
         "moved": max(float((expected["weights"][name] - start[name]).abs().max()) for name in names),
         "difference": apart(ours, expected),
+        "from_exact": [from_exact(one) for one in (ours, expected)],
         "scores": [off(one["scores"]) for one in (ours, expected)],
         "norms": [ours["norms"], expected["norms"], exact["norms"]],
         "all_rows": tokens / PrefixTree.build([one.tokens for one in rollouts]).num_rows,

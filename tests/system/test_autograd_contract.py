@@ -302,6 +302,45 @@ def test_optimiser_steps_equal_eager():
     assert_same(parameters, expected[1], tolerance=1e-6)
 
 
+def in_backward(model, forward):
+    """Update each parameter as its gradient arrives, swept stage by stage."""
+    optimisers = {parameter: torch.optim.AdamW([parameter], lr=1e-2, eps=1e-4) for parameter in model.parameters()}
+
+    def update(parameter):
+        optimisers[parameter].step()
+        optimisers[parameter].zero_grad()
+
+    for parameter in optimisers:
+        parameter.register_post_accumulate_grad_hook(update)
+    for seed in range(3):
+        weighted(forward(shared_ids(batch=3 + seed, seed=seed))).backward()
+
+
+def averaged(model, forward):
+    """Average weights, and score with them."""
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    optimiser = torch.optim.Muon([model.blocks[0].up.weight], lr=1e-2)
+    for seed in range(3):
+        weighted(forward(shared_ids(batch=3 + seed, seed=seed))).backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        average.update_parameters(model)
+    model.load_state_dict(average.module.state_dict())
+    with torch.no_grad():
+        return forward(IDS)
+
+
+@pytest.mark.parametrize("train", [in_backward, averaged])
+def test_optimisers_in_the_backward_averages_and_muon_equal_eager(train):
+    torch._dynamo.reset()
+    eager, model = TinyLM(layers=1), TinyLM(layers=1)
+    compiled = torch.compile(model, backend="dta", options={**SMALL_CHUNKS, "sweep": "stages"})
+    expected, found = train(eager, eager), train(model, compiled)
+    if expected is not None:
+        assert_same(found, expected)
+    assert_same(dict(model.named_parameters()), dict(eager.named_parameters()))
+
+
 @pytest.mark.parametrize("backward", [True, False])
 def test_a_finished_step_keeps_no_activations(model, compiled, backward):
     from dta_compile.runtime.path.stack import PathStack

@@ -138,6 +138,22 @@ def test_what_verl_sets_by_default(checkpoint, rollouts):
     assert ours.reports[0]["grad_norm"] == pytest.approx(exact.reports[0]["grad_norm"], rel=0.02)
 
 
+def test_verls_mixed_precision_is_no_nearer_to_float32_than_ours():
+    launch = [
+        "torch.distributed.run",
+        "--standalone",
+        "-m",
+        "tests.support.verl_defaults",
+        "--small",
+        "--mixed",
+        "--sgd",
+    ]
+    done = subprocess.run([sys.executable, "-m", *launch], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ours, verls = json.loads(done.stdout.splitlines()[-1])["from_exact"]
+    assert ours < verls < 0.2  # of the update
+
+
 @pytest.mark.parametrize("more", [[], ["--ulysses"]], ids=["own trees", "one tree"])
 def test_verls_own_configuration_on_two_ranks(more):
     """Nothing but the strategy is set; rows meet on the rank whose tree they share most with, and values return."""

@@ -12,8 +12,10 @@ once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
+import types
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -59,7 +61,7 @@ from dta_compile.passes.symbols import depends_on_data, reads_number
 from dta_compile.passes.tracing import attribute_set, tracing
 from dta_compile.torch_compat import autograd
 from dta_compile.torch_compat.autograd import from_fun, to_fun
-from dta_compile.torch_compat.tensors import FunctionalTensorMode, pytree
+from dta_compile.torch_compat.tensors import FunctionalTensorMode, is_traceable_wrapper_subclass, pytree
 from dta_compile.torch_compat.tracing import make_fx
 
 aten = torch.ops.aten
@@ -275,7 +277,9 @@ class _DetachingInterpreter(CapturedInterpreter):
     def run_node(self, n: fx.Node) -> Any:
         followed = {arg: self.env[arg] for arg in self.flow.unseen.get(n, ())}
         self.env.update(pytree.tree_map_only(torch.Tensor, torch.detach, followed))
-        result = super().run_node(n)
+        is_python = isinstance(n.target, types.FunctionType) and self.flow.reads_tracked(n)
+        with autograd_function.refused(where(n)) if is_python else contextlib.nullcontext():
+            result = super().run_node(n)
         self.env.update(followed)
         if self.length is not None:
             self.length.check(n)
@@ -321,6 +325,14 @@ def _describe(index: int, node: fx.Node, is_tracked: bool) -> Input:
     name = name() if callable(name) else str(name)
     if not isinstance(value, torch.Tensor):
         return Input(index, name, InputKind.SIZE, False)
+    if is_traceable_wrapper_subclass(value) and not type(value).__module__.startswith("torch."):
+        raise RefusalError(
+            "a parameter or input is a tensor subclass, whose operators may have a backward of their own",
+            where=_readable(name),
+            expected="tensors of torch",
+            got=f"{type(value).__module__}.{type(value).__qualname__}",
+            hint="leave the model unquantised, or quantise what is computed outside of the compiled function",
+        )
     example = getattr(grapharg, "example", None)
     dynamic = any(not isinstance(size, int) for size in value.shape)
     if isinstance(value, torch.nn.Parameter) or isinstance(example, torch.nn.Parameter):

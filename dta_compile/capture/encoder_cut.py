@@ -19,7 +19,7 @@ from dta_compile.capture.encoded_media import Cut, insertions_of, unknown_use
 from dta_compile.capture.encoder_calls import check_counts, encode, token_positions
 from dta_compile.capture.flex_attention import eliminate_dead_code
 from dta_compile.errors import RuntimeContractError
-from dta_compile.integrations.layer_groups import gather_all
+from dta_compile.integrations.layer_groups import gather_to_encode
 from dta_compile.ops.feature_tables import TABLE_ROWS
 from dta_compile.passes.program import ancestors, memory, name_of, output_node, writes_of
 from dta_compile.runtime.encoder_methods import Encoder, encoder_of
@@ -62,7 +62,7 @@ class EncoderCalls:
         """
 
         def run_encoded(*args: Any) -> Sequence[Any]:
-            gather_all()
+            gather_to_encode(bool(self.calls))
             encoders = _Distinct(self.before, budget)
             results = encoders.run(*(args[number] for number in self.inputs))
             features, positions = results[: len(self.calls)], results[len(self.calls) :]

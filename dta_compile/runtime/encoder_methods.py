@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dta_compile.errors import RefusalError
 from dta_compile.integrations import checkpoint_flags
+from dta_compile.integrations.fully_shard import reading_gathered
 from dta_compile.runtime.encoders import Returned, dependence, distinct
 from dta_compile.runtime.measure.budget import default_budget
 from dta_compile.torch_compat.tensors import tree_leaves
@@ -202,7 +203,8 @@ class MethodCall:
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Call the method with its tensor arguments, in order."""
         positional, keyword = self.arguments.filled(tensors)
-        return self.method(self.module, *positional, **keyword)
+        with reading_gathered():
+            return self.method(self.module, *positional, **keyword)
 
 
 class Encoder(MethodCall):

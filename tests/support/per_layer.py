@@ -17,8 +17,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
 from torch.distributed.tensor import DTensor
 
 import dta_compile
-from dta_compile.errors import RuntimeContractError
 from benchmarks.measuring.allocations import allocated_at_the_peak, counting
+from dta_compile.errors import RuntimeContractError
 from dta_compile.runtime import engine
 from tests.support.ranks import EXACT, Trained, Wrapped, assert_equal, reference, resume, trained
 from tests.support.recurrent import no_float32_islands

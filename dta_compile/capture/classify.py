@@ -18,7 +18,7 @@ from torch import fx
 from dta_compile.capture import dynamo
 from dta_compile.capture.encoded_media import EncodedMedia, without_encoders
 from dta_compile.capture.encoder_calls import encode
-from dta_compile.capture.encoder_cut import EncoderCalls, without_encoder_calls
+from dta_compile.capture.encoder_cut import EncoderCalls, over_all_tokens, without_encoder_calls
 from dta_compile.capture.flash_attention import IN_GRAPH
 from dta_compile.capture.parameter_writes import ParameterWrites, without_parameter_writes
 from dta_compile.capture.recurrences import hands_over_states
@@ -115,6 +115,7 @@ def _for_the_tree(graph: Captured) -> Captured:
         module = written.module if written else graph.module
         local = on_own_tensors(module)
         module = local.module if local else module
+        over_all_tokens(module)
         encoded = without_encoder_calls(module) or without_encoders(module)
     except RefusalError as refusal:
         return dataclasses.replace(graph, kind=Kind.REFUSED, refusal=refusal)

@@ -36,7 +36,7 @@ from dta_compile.integrations.layer_groups import gather_all
 from dta_compile.ops.feature_tables import TABLE_ROWS
 from dta_compile.passes.program import memory, name_of, output_node, where, with_writes, writes_of
 from dta_compile.passes.symbols import expression, hint, symbol_sources, symbolic
-from dta_compile.runtime.encoders import Features, Returned, encode_distinct, least
+from dta_compile.runtime.encoders import Features, Kept, encode_distinct, least
 from dta_compile.runtime.measure.budget import default_budget
 
 # Rows of a table in the trace. Nothing in the remaining graph depends on the number: gradients of an embedding are
@@ -97,9 +97,11 @@ class GraphEncoder:
         if not len(media[0]) or any(len(value) != len(media[0]) for value in media):
             return 0.0
         few = least(functools.partial(self._works_for, values), len(media[0]))
-        with torch.no_grad(), Returned() as returned:
-            self._encode(values, *(value[:1].repeat(few, *[1] * (value.dim() - 1)) for value in media))
-        return returned.bytes / few
+        weights = [v for i, v in enumerate(values) if isinstance(v, torch.Tensor) and i not in self.media]
+        with (kept := Kept(weights)):
+            features = self._encode(values, *(value[:1].repeat(few, *[1] * (value.dim() - 1)) for value in media))
+        del features
+        return kept.bytes / few
 
     @functools.cached_property
     def _traced(self) -> list[Any]:

@@ -23,7 +23,7 @@ from dta_compile.capture.dynamo import (
     outside_of_trace,
 )
 from dta_compile.errors import RefusalError
-from dta_compile.integrations.layer_groups import gather_all
+from dta_compile.integrations.layer_groups import FEATURES, gather_to_encode
 from dta_compile.integrations.tracing import traces_for_this_backend
 from dta_compile.ops.feature_tables import unequal_counts
 from dta_compile.registration import when_loaded
@@ -44,7 +44,6 @@ from dta_compile.torch_compat.tensors import FakeTensor
 MODELS = "transformers.modeling_utils"
 POSITIONS = "compute_3d_position_ids"
 OF_TEXT = ("input_ids", "inputs_embeds", "attention_mask", "mm_token_type_ids")  # other arguments are about images
-FEATURES = ("get_image_features", "get_video_features", "get_audio_features")
 # Functions that Dynamo calls while tracing may take modules since torch 2.13; a guard on the module's identity follows.
 
 
@@ -64,7 +63,7 @@ def encode(handle: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return encoder(*tensors)
     _require_trace(encoder)
     with outside_of_trace():
-        gather_all()
+        gather_to_encode(True, waits=True)
         encoder.learn(examples(tensors))
     per_entry = encoder.form.per_entry
     if per_entry > 1:  # which depends on the sizes of images

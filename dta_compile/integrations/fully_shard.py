@@ -37,6 +37,7 @@ __all__ = [
     "groups_of",
     "held",
     "keeping",
+    "reading_gathered",
     "running",
     "show_unsharded",
 ]
@@ -85,10 +86,12 @@ class Gathered:
         layers: those of them that are freed after a forward.
         is_complete: all parameters have been gathered.
         runs_layer_by_layer: the run gathers and frees `layers` itself (`layer_groups`).
+        encode_alike: all ranks encode images (or other media) in the call, or none does; None: not known yet.
     """
 
     def __init__(self, modules: Modules) -> None:
         self.modules, self.runs_layer_by_layer = modules, False
+        self.encode_alike: bool | None = None
         for state in modules:
             state._lazy_init()
         _recover(modules)
@@ -142,11 +145,13 @@ class _OfThread(threading.local):
     Attributes:
         running: those of calls that have not returned, the outermost first.
         held: within `held()`, those of calls that have returned.
+        reads_gathered: modules run eagerly within a call that has gathered their parameters, and keeps them.
     """
 
     def __init__(self) -> None:
         self.running: list[Gathered] = []
         self.held: list[Gathered] | None = None
+        self.reads_gathered = False
 
 
 _of_thread = _OfThread()
@@ -186,6 +191,16 @@ def held() -> Iterator[Callable[[], None]]:
         yield functools.partial(_reduce, calls)
     finally:
         _of_thread.held = None
+
+
+@contextlib.contextmanager
+def reading_gathered() -> Iterator[None]:
+    """Run modules on the parameters that calls keep gathered: ranks may do so different numbers of times."""
+    before, _of_thread.reads_gathered = _of_thread.reads_gathered, True
+    try:
+        yield
+    finally:
+        _of_thread.reads_gathered = before
 
 
 def bytes_of_running() -> tuple[int, int]:
@@ -369,14 +384,21 @@ def _before(hook: Hook, state: Any) -> Hook:
     dtype = state._mp_policy.param_dtype if state._mp_policy.cast_forward_inputs else None
 
     def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        # Dynamo guards `_dta_gathered`, so that the graph only runs in a call that gathered the state.
-        if torch.compiler.is_compiling() and traces_for_this_backend() and state._dta_gathered:
+        if _is_gathered(state):
             return _cast(args, dtype), _cast(kwargs, dtype)
         if not torch.compiler.is_compiling():
             _complete(state)
         return hook(module, args, kwargs)
 
     return _as_replacement(before_forward)
+
+
+def _is_gathered(state: Any) -> bool:
+    """Return whether a call gathers a module's parameters, so that the module's hooks do not."""
+    # Dynamo guards `_dta_gathered`, so that the graph only runs in a call that gathered the state.
+    if torch.compiler.is_compiling():
+        return traces_for_this_backend() and bool(state._dta_gathered)
+    return _of_thread.reads_gathered and any(state in call.modules and call.is_complete for call in running())
 
 
 def _complete(state: Any) -> None:
@@ -390,7 +412,7 @@ def _after(hook: Hook, state: Any) -> Hook:
     dtype = state._mp_policy.output_dtype
 
     def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
-        if torch.compiler.is_compiling() and traces_for_this_backend() and state._dta_gathered:
+        if _is_gathered(state):
             return _cast(output, dtype)
         return hook(module, args, output)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dta_compile.errors import RuntimeContractError
 from dta_compile.integrations.fully_shard import (
     bytes_of_gradients,
     bytes_of_parameters,
@@ -112,14 +113,7 @@ class LayerGroups:
 
     def most(self, *mine: int) -> list[int]:
         """Return the largest of each number over the ranks that share parameters with this one."""
-        (group, *_) = groups_of([next(iter(self.modules))])
-        said = torch.tensor(mine, device=group.device)
-        mesh = group.mesh_info
-        for name in ("shard_process_group", "replicate_process_group"):
-            if (process_group := getattr(mesh, name, None)) is not None:
-                dist.all_reduce(said, dist.ReduceOp.MAX, process_group)
-        numbers: list[int] = said.tolist()
-        return numbers
+        return _most(self.modules, *mine)
 
     def _reduce(self, part: int) -> None:
         for state in self._of(part):
@@ -136,6 +130,7 @@ class LayerGroups:
         return self.parts[part] if 0 <= part < len(self.parts) else ()
 
 
+FEATURES = ("get_image_features", "get_video_features", "get_audio_features")  # methods of multimodal models
 MOST_CHECKED = 8 * 2**30  # bytes
 
 
@@ -197,6 +192,42 @@ def gather_all() -> None:
     """Gather all parameters of the running calls, for code that may read any of them."""
     for call in running():
         call.complete()
+
+
+def gather_to_encode(encodes: bool, waits: bool = False) -> None:
+    """Gather all parameters if this rank or another encodes media: FSDP2 reduces a parameter on all ranks or on none.
+
+    Args:
+        encodes: this rank does, and ranks that do not call this with False, once per call of a multimodal model.
+        waits: leave the error to a later call, as while Dynamo traces.
+
+    Raises:
+        RuntimeContractError: some ranks do and others do not.
+    """
+    for call in running():
+        is_multimodal = any(hasattr(module, name) for module in call.modules.values() for name in FEATURES)
+        if call.encode_alike is None and is_multimodal and groups_of(call.modules):
+            some, some_not = _most(call.modules, encodes, not encodes)
+            call.encode_alike = not (some and some_not)
+        if encodes or call.encode_alike is False:
+            call.complete()
+        if call.encode_alike is False and not waits:
+            raise RuntimeContractError(
+                "some ranks encode images (or other media) in this call, and others do not",
+                expected="images on all ranks, or on none: FSDP2 gathers and reduces an encoder on all ranks together",
+                got="a batch with images here" if encodes else "a batch without images here",
+                hint="give every rank a row with an image, such as a copy that the loss does not count",
+            )
+
+
+def _most(states: Iterable[Any], *mine: int) -> list[int]:
+    group = groups_of(states)[0]
+    said = torch.tensor(mine, device=group.device)
+    for name in ("shard_process_group", "replicate_process_group"):
+        if (process_group := getattr(group.mesh_info, name, None)) is not None:
+            dist.all_reduce(said, dist.ReduceOp.MAX, process_group)
+    numbers: list[int] = said.tolist()
+    return numbers
 
 
 def _memory(tensor: torch.Tensor) -> int:

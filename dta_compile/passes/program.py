@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
@@ -228,7 +229,8 @@ def name_of(node: fx.Node) -> str:
 
 def _written_by(node: fx.Node) -> list[fx.Node]:
     name = name_of(node)
-    is_in_place = (name.endswith("_") and not name.endswith("__")) or name.strip("_") in IN_PLACE
+    has_suffix = name.endswith("_") and not name.endswith("__") and node.target not in (operator.and_, operator.or_)
+    is_in_place = has_suffix or name.strip("_") in IN_PLACE
     written = [node.args[:1] if is_in_place or node.kwargs.get("inplace") else None, node.kwargs.get("out")]
     if writes_in_place(node):
         for i, formal in enumerate(node.target._schema.arguments):

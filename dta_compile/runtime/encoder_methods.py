@@ -21,9 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from dta_compile.errors import RefusalError
 from dta_compile.integrations import checkpoint_flags
-from dta_compile.runtime.encoders import Returned, dependence, distinct
+from dta_compile.integrations.fully_shard import reading_gathered
+from dta_compile.runtime.encoders import Kept, dependence, distinct
 from dta_compile.runtime.measure.budget import default_budget
-from dta_compile.torch_compat.tensors import tree_leaves
+from dta_compile.torch_compat.tensors import TorchDispatchMode, tree_leaves
 
 TENSOR = "<tensor>"  # stands for a tensor among the constant arguments of a method
 # Largest difference between a unit's features computed alone and with other units, in relation to their norm.
@@ -202,7 +203,8 @@ class MethodCall:
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Call the method with its tensor arguments, in order."""
         positional, keyword = self.arguments.filled(tensors)
-        return self.method(self.module, *positional, **keyword)
+        with reading_gathered():
+            return self.method(self.module, *positional, **keyword)
 
 
 class Encoder(MethodCall):
@@ -223,7 +225,7 @@ class Encoder(MethodCall):
         self.refusal: RefusalError | None = None
         self._form: Form | None = None
         self._one_by_one = False  # since the method does not say which features are of which unit
-        self._bytes_per_row = 0.0  # of what operators return, by rows of the first argument
+        self._bytes_per_row: float | None = None  # that autograd keeps, by rows of the first argument
         # By training modes of the modules that the method calls: kinds of units that were compared, up to 2.
         self._looked_at: dict[tuple[bool, ...], int] = {}
 
@@ -301,8 +303,7 @@ class Encoder(MethodCall):
         has_masks = any(isinstance(value, torch.Tensor) and not value.is_floating_point() for value in values_of_output)
         self._form = Form(type(output), fields, widths, tuple(outermost), weights, has_masks)
         self._one_by_one = bool(fields) and fields[0][1] == ("tensor", 0)
-        if batch := self._batch(tuple(tensors)):
-            self._bytes_per_row = reads.bytes / sum(batch.rows)
+        self._bytes_per_row = None
         self.refusal = self._refusal_of(trial.is_random, self._modules())
 
     def _features(self, tensors: Sequence[torch.Tensor]) -> tuple[Tensors, list[int]]:
@@ -326,6 +327,10 @@ class Encoder(MethodCall):
         self.kept_bytes = 0.0
         if not (torch.is_grad_enabled() and self.is_trained) or self._is_checkpointed():
             return [list(units)]
+        if self._bytes_per_row is None:
+            with (one := Kept(self.module.parameters())):
+                self._of_units(batch, units[:1])
+            self._bytes_per_row = one.bytes / batch.rows[units[0]]
         most = default_budget(self.form.widths[0][2]) if budget is None else budget
         groups: list[list[int]] = [[]]
         kept = 0.0
@@ -471,8 +476,10 @@ class _Trial:
             torch.get_device_module(device).set_rng_state(state, device)
 
 
-class _Weights(Returned):
+class _Weights(TorchDispatchMode):
     """Collect parameters that operators read, and other tensors that require a gradient, by their `id`."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -482,7 +489,7 @@ class _Weights(Returned):
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, nn.Parameter) or (isinstance(value, torch.Tensor) and value.requires_grad):
                 self.weights[id(value)] = value
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -8,17 +8,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from dta_compile.errors import RefusalError
-from dta_compile.torch_compat.operators import OpOverload
-from dta_compile.torch_compat.tensors import TorchDispatchMode, tree_leaves
 
-__all__ = ["Encoder", "Features", "Returned", "as_table", "distinct", "encode_distinct"]
+__all__ = ["Encoder", "Features", "Kept", "as_table", "distinct", "encode_distinct"]
 
 MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # 2**64 over the golden ratio, as a signed number
 BLOCK = 2**17  # numbers of media that are hashed or compared at a time
@@ -62,20 +60,23 @@ class Features:
         return what + (f" in {self.groups} groups, and again in the backward" if self.groups > 1 else "")
 
 
-class Returned(TorchDispatchMode):
-    """Count `bytes` of results of operators that are no views, which is about what autograd keeps of them."""
+class Kept(torch.autograd.graph.saved_tensors_hooks):
+    """Count `bytes` that autograd keeps of what runs within, with gradients, beside `others`: weights."""
 
-    supports_higher_order_operators = True
+    def __init__(self, others: Iterable[torch.Tensor]) -> None:
+        super().__init__(self._keep, lambda value: value)
+        self._of_others = {value.untyped_storage()._cdata for value in others}
+        self._storages: dict[int, Any] = {}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
+    @property
+    def bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages.values())
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not (isinstance(func, OpOverload) and any(of.alias_info for of in func._schema.returns)):
-            self.bytes += sum(value.nbytes for value in tree_leaves(result) if isinstance(value, torch.Tensor))
-        return result
+    def _keep(self, value: torch.Tensor) -> torch.Tensor:
+        storage = value.untyped_storage()
+        if storage._cdata not in self._of_others:
+            self._storages[storage._cdata] = storage
+        return value.detach()
 
 
 def distinct(media: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:

@@ -23,6 +23,7 @@ from dta_compile.integrations.layer_groups import (
     LayerGroups,
     gather_all,
     gather_to_check_again,
+    gather_to_encode,
     is_gathered_to_check,
     layer_groups,
 )
@@ -136,6 +137,7 @@ class Engine:
 
         All ranks must decide alike, so nothing here may depend on the batch or on measurements of one rank.
         """
+        gather_to_encode(False)
         executable, options, groups = self.executable, self.options, None
         is_able = self.rest is None and not self.ranks.several and len(executable.parts) > 1
         is_allowed = options.sweep != "chunks" and options.verify in ("auto", "off") and options.fallback == "raise"

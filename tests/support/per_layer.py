@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import dta_compile
 from benchmarks.measuring.allocations import allocated_at_the_peak, counting
+from dta_compile.errors import RuntimeContractError
 from dta_compile.runtime import engine
 from tests.support.ranks import EXACT, Trained, Wrapped, assert_equal, reference, resume, trained
 from tests.support.recurrent import no_float32_islands
@@ -373,6 +374,35 @@ def predicted_memory() -> None:
         assert 0.9 < estimates.peak_bytes / peak < 1.1, (sweep, estimates.peak_bytes, peak)
 
 
+def images() -> None:
+    """Check encoders sharded block by block: ranks encode different numbers of images; only some ranks, is refused."""
+    from tests.support import vision
+
+    def shard(model: Any) -> Any:
+        for block in (*model.model.vision_tower.encoder.layers, *model.model.language_model.layers):
+            fully_shard(block)
+        return fully_shard(model)
+
+    def run(rows: Sequence[Sequence[Any]], forward: Any) -> None:
+        call = vision.inputs("llava", rows)
+        weighted(forward(**call, use_cache=False).logits[call["attention_mask"].bool()]).backward()
+
+    eager, model = (shard(vision.build("llava")) for _ in range(2))
+    compiled = torch.compile(model, backend="dta", options={"codegen": "eager", "memory_budget": 0})
+    first = dist.get_rank() == 0
+    equal, other = [[5, "a", 7, 8], [5, "a", 7, 9]], [[5, "b", 6], [5, "c", 6, 4], ["a", 2]]
+    text = [[5, 6, 7], [5, 6, 8]]
+    for rows in (equal if first else other, other if first else equal, text):
+        both((eager, model, compiled), functools.partial(run, rows), tolerance=2e-6)
+    try:
+        run(equal if first else text, compiled)
+    except RuntimeContractError as error:
+        assert "some ranks encode images" in str(error), error
+    else:
+        raise AssertionError("no error")
+    both((eager, model, compiled), functools.partial(run, equal), tolerance=2e-6)
+
+
 SCENARIOS = {
     "per layer, qwen3 in a function": ((4,), lambda: train_toy("qwen3", whole=True)),
     "per layer, llama by accelerate": ((2, 4), lambda: train_toy("llama", shard=by_accelerate)),
@@ -385,6 +415,7 @@ SCENARIOS = {
     "per layer, failures with all gathered": ((2,), lambda: failures("chunks")),
     "per layer, layer by layer": ((2,), layer_by_layer),
     "per layer, groups of subtrees": ((2, 4), groups_of_subtrees),
+    "per layer, images": ((2,), images),
     "per layer, mixed precision": ((4,), mixed_precision),
     "per layer, streaming": ((4,), streams),
     "per layer, rows as they are": (

@@ -11,12 +11,12 @@ from torch import nn
 import dta_compile
 from dta_compile.errors import RuntimeContractError
 from tests.support.helpers import FLOAT32_ISLANDS, Batch, assert_equal, measure, random_loss, reference
-from tests.support.vision import FAMILIES, V, build, inputs
+from tests.support.vision import FAMILIES, GRIDS, IMAGE, V, build, inputs
 
 # Images that are equal, that differ, several in a row, none in a row.
 ROWS = [[5, 6, "a", 7, 8], [5, 6, "a", 7, 9, 3], [5, 6, "b", 7, "a", 9], [5, 6, "b", 7, "c", 9], [5, 6, 4, 4]]
 OTHER_ROWS = [[8, "c", 7], [8, "c", 7, 2, "a"], [8, "c", 3]]
-SOUND = 94  # id of placeholders
+SOUND, VIDEO = 94, 91  # ids of placeholders
 QUICK = ("qwen3_vl", "idefics3", "gemma3")  # the last: tokens of an image attend to each other both ways
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
@@ -34,7 +34,7 @@ def check(name, compiled, model, rows, more=lambda call: {}, tolerance=FLOAT32_I
 
     def forward(run, part):
         of_part = inputs(name, [rows[i] for i in part.extras["row"][:, 0].tolist()])
-        return run(**of_part, **more(of_part), use_cache=False).logits
+        return run(**of_part | more(of_part), use_cache=False).logits
 
     loss = random_loss(batch, V)
     assert_equal(measure(compiled, model, batch, loss, forward), reference(model, batch, loss, forward), tolerance)
@@ -197,6 +197,31 @@ def test_packed_rows_share_where_their_positions_are_equal():
     plan = dta_compile.last_plan(compiled)
     assert plan.stats.sequences == 4 and plan.stats.compression > 1.3
     assert "3 different" in str(plan)
+
+
+def with_videos(call):
+    """Make a video of one frame of every image "b"."""
+    if "pixel_values" not in call:
+        return {}
+    ids, pixels, grids = (call[name].clone() for name in ("input_ids", "pixel_values", "image_grid_thw"))
+    is_video = (grids == torch.tensor(GRIDS[1])).all(-1)
+    ids[ids == IMAGE] = torch.where(is_video.repeat_interleave(grids.prod(-1) // 4), VIDEO, IMAGE)
+    types = call["mm_token_type_ids"] + (ids == VIDEO).int()
+    made = {"input_ids": ids, "mm_token_type_ids": types}
+    for kind, name, chosen in (("image", "pixel_values", ~is_video), ("video", "pixel_values_videos", is_video)):
+        made[name] = pixels[chosen.repeat_interleave(grids.prod(-1))] if chosen.any() else None
+        made[f"{kind}_grid_thw"] = grids[chosen] if chosen.any() else None
+    return made
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
+def test_images_and_videos_in_one_call(name):
+    """Qwen3-VL joins the features of both for each of its levels."""
+    model = build(name)
+    compiled = torch.compile(model, backend="dta", options={"chunk_size": 5, "codegen": "eager"})
+    plan, notes = check(name, compiled, model, ROWS, with_videos)
+    assert plan.stats.compression > 1.3
+    assert "4 images (or other media), 2 different" in notes and "2 images (or other media), 1 different" in notes
 
 
 def test_counts_of_placeholders_and_features_are_checked():

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def avoid() -> None:
         (TensorVariable, "method_requires_grad_", _tracing_requires_grad),
         (TensorVariable, "method_tolist", _tracing_tolist),
         (TensorVariable, "method_item", _tracing_item),
+        (TensorVariable, "call_method", _tracing_sizes),
         (InstructionTranslatorBase, "step", selected_branches.taking_branches),
         (SideEffects, "mutation", selected_branches.noting_mutations),
         (OutputGraph, "compile_subgraph", selected_branches.refusing_open_branches),
@@ -96,7 +98,7 @@ def _tracing_tolist(method: Callable[..., Any]) -> Callable[..., Any]:
     def method_tolist(self: Any, tx: Any) -> Any:
         if not dynamo.traces_selections(tx.output):
             return method(self, tx)
-        node, mode = self.as_proxy().node, tx.output.fake_mode
+        node = self.as_proxy().node
         is_loop = self.ndim == 1 and tx.instructions[tx.instruction_pointer].opname == "GET_ITER"
         iterates = is_loop and dynamo.takes_branches(tx.output)
         if iterates and (iterator := hit_loops.iterator(tx, self, as_integers=True)) is not None:
@@ -105,13 +107,32 @@ def _tracing_tolist(method: Callable[..., Any]) -> Callable[..., Any]:
         if type(least) is int:
             first = SliceVariable([ConstantVariable.create(i) for i in (None, least, None)], tx)
             self = self.call_method(tx, "__getitem__", [first], {})
-        before, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
-        try:
+        with _sizes_of_data(tx.output):
             return method(self, tx)
-        finally:
-            mode.allow_scalar_outputs = before
 
     return method_tolist
+
+
+def _tracing_sizes(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace `x.new_zeros(mask.sum(), n)`, which has a row for each selected token."""
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        if name != "new_zeros" or not dynamo.traces_selections(tx.output):
+            return call(self, tx, name, args, kwargs)
+        with _sizes_of_data(tx.output):
+            return call(self, tx, name, args, kwargs)
+
+    return call_method
+
+
+@contextlib.contextmanager
+def _sizes_of_data(output_graph: Any) -> Iterator[None]:
+    mode = output_graph.fake_mode
+    before, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
+    try:
+        yield
+    finally:
+        mode.allow_scalar_outputs = before
 
 
 def _tracing_item(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -57,7 +57,7 @@ class CudnnAttention:
         _met[rectangle] += 1
         if not _is_planned(rectangle):
             results = self.rest.forward(x)
-            if _is_new("forward", rectangle):
+            if _compiles_now("forward", rectangle):
                 self.rest.forward(_below(x, keys), (results[0].clone(), results[1].clone()))
             return results
         tensors = _filled_up(x.query, queries), x.prefix_key[:, :, :keys], x.prefix_value[:, :, :keys]
@@ -87,7 +87,7 @@ class CudnnAttention:
         queries, keys = rectangle[:2]
         if not _is_planned(rectangle):
             results = self.rest.backward(grad, out, logsumexp, x, prefix_key_grad, prefix_value_grad)
-            if _is_new("backward", rectangle):
+            if _compiles_now("backward", rectangle):
                 of_key, of_value = (
                     torch.zeros_like(buffer[:, :, keys:]) for buffer in (prefix_key_grad, prefix_value_grad)
                 )
@@ -127,7 +127,7 @@ class _Rectangle(NamedTuple):
 
 
 _met: collections.Counter[_Rectangle] = collections.Counter()
-_compiled: set[tuple[Any, ...]] = set()  # kernels for what cuDNN leaves over, see `_is_new`
+_compiled: set[tuple[Any, ...]] = set()  # kernels for what cuDNN leaves over, see `_compiles_now`
 
 
 def _rectangle(x: Operands) -> _Rectangle | None:
@@ -144,9 +144,9 @@ def _rectangle(x: Operands) -> _Rectangle | None:
     return _Rectangle(-_rounded_down(-tokens), _rounded_down(start), *heads, x.query.dtype, x.query.device)
 
 
-def _is_new(kernels: str, rectangle: _Rectangle) -> bool:
-    """Return whether our kernels for what is left of such rectangles have not run: they do at once, for their results
-    to be thrown away, so that they are compiled in the first step and not in the middle of a training."""
+def _compiles_now(kernels: str, rectangle: _Rectangle) -> bool:
+    """Return, once per kind of rectangle, whether to run our kernels for what cuDNN leaves over and throw the results
+    away: they are compiled in the first step then, and not in the middle of a training."""
     kind = kernels, *rectangle[2:]
     is_new = kind not in _compiled
     _compiled.add(kind)

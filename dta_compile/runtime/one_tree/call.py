@@ -266,7 +266,7 @@ def _contents(own: PlannedCall, item: ChunkInput) -> Integers:
 
 
 def _checksums(values: Sequence[torch.Tensor]) -> list[int]:
-    """Return a checksum of each value, of 64 bits and of its order: made on the device, so that few bytes are copied.
+    """Return a checksum of each value, of 64 bits and of its order: made where it is, so that few bytes are copied.
 
     It is the sum of all words, each times a pseudo-random odd number that belongs to its place.
     """
@@ -276,7 +276,7 @@ def _checksums(values: Sequence[torch.Tensor]) -> list[int]:
         words = value.detach().contiguous().reshape(-1).view(word).to(torch.int64)
         places = torch.arange(len(words), device=words.device) * 0x1E3779B97F4A7C15
         sums.append((words * ((places ^ (places >> 29)) * 0x3F58476D1CE4E5B9 | 1)).sum())
-    return torch.stack(sums).tolist() if sums else []
+    return torch.stack([total.to(sums[0].device) for total in sums]).tolist() if sums else []
 
 
 def _require_alike(facts: Sequence[_Facts]) -> None:

@@ -107,6 +107,7 @@ def test_a_library_does_the_part_that_all_queries_read(case, meetings):
         Run(case, cudnn.CudnnAttention).check(1e-5)
     is_rectangle = case.shape.start >= 3 and case.shape.tokens >= 3 and case.limit is None
     assert any(count > 0 for count in cudnn._met.values()) == is_rectangle
+    assert {kind for kind, *_ in cudnn._compiled} == ({"forward", "backward"} if is_rectangle and meetings else set())
 
 
 class Library:

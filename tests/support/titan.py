@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -50,6 +51,7 @@ import dta_compile  # noqa: E402
 TORCH_DTYPE_MAP["float64"] = torch.float64
 flex_attention._validate_device = lambda *_: None  # else torch refuses gradients on CPUs while it is traced
 VOCABULARY = 2048
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "use" / "torchtitan.md"
 
 
 class NoTokenizer(BaseTokenizer):
@@ -98,10 +100,10 @@ class Rows(BaseDataLoader):
         pass
 
 
-def trainer(
+def configure(
     family: str, folder: str, dtype: str = "float64", chunked: bool = False, flex: bool = False, **training: Any
-) -> Trainer:
-    """Build torchtitan's trainer for two layers of its debug model.
+) -> Trainer.Config:
+    """Return torchtitan's settings for two layers of its debug model.
 
     Args:
         flex: with FlexAttention, torchtitan's default, in place of the attention of one document a row.
@@ -132,52 +134,31 @@ def trainer(
         checkpoint=CheckpointManager.Config(enable=False),
     )
     config.debug.seed = 0
-    return config.build()
+    return config
 
 
-def compile_model(made: Trainer) -> Any:
-    """Compile the model; logits or hidden states are its own, and the loss is torchtitan's."""
-    made.model_parts[0].compile(backend="dta")
-    return made.model_parts[0]
-
-
-def compile_losses(made: Trainer) -> Any:
-    """Compile the model with the losses of tokens, as docs/use/torchtitan.md has it."""
-    model = made.model_parts[0]
-
-    @torch.compile(backend="dta")
-    def losses(tokens: torch.Tensor, labels: torch.Tensor, **extra: Any) -> torch.Tensor:
-        logits = model(tokens, **extra)
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
-
-    def forward_backward(tokens: torch.Tensor, labels: torch.Tensor, count: torch.Tensor, extra: Any) -> torch.Tensor:
-        with made.train_context():
-            loss = losses(tokens, labels, **extra).sum() / count
-            loss.backward()
-        return loss
-
-    made.fwd_bwd_fn = forward_backward
-    return losses
-
-
-WAYS = {"model": compile_model, "losses": compile_losses}
+def recipe(way: str) -> str:
+    """Return the code of docs/use/torchtitan.md for the `model` alone, or for `losses`, without its start."""
+    model, losses = re.findall(r"```python\n((?!# train.py).*?)```", PAGE.read_text(), re.DOTALL)
+    return {"model": model, "losses": losses}[way]
 
 
 def train(family: str, way: str | None = None, **settings: Any) -> tuple[dict[str, torch.Tensor], float]:
     """Return the weights after training, gathered, and C of the last call."""
     with tempfile.TemporaryDirectory() as folder:
-        made = trainer(family, folder, **settings)
-        compiled = None if way is None else WAYS[way](made)
+        made = configure(family, folder, **settings).build()
+        names = {"trainer": made}
         with (
             mock.patch("torchtitan.trainer.dist_utils.set_pg_timeouts"),  # needs a torch after 2.13
             mock.patch("torchtitan.trainer.time.sleep"),
         ):
-            made.train()
+            exec("trainer.train()" if way is None else recipe(way), names)
         weights = {
             name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
             for name, value in made.model_parts[0].named_parameters()
         }
-        return weights, 1.0 if compiled is None else dta_compile.last_plan(compiled).stats.compression
+        compiled = names.get("losses", made.model_parts[0])
+        return weights, 1.0 if way is None else dta_compile.last_plan(compiled).stats.compression
 
 
 def compare(family: str, ways: Sequence[str], **settings: Any) -> list[tuple[float, float]]:

@@ -144,8 +144,7 @@ def linear_top(*arguments: Any) -> torch.Tensor:
     rows = head.hidden.shape[0]
     values, indices = head.hidden.new_empty((rows, 0), dtype=dtype), head.hidden.new_empty((rows, 0), dtype=torch.int64)
     for block in head.blocks():
-        logits = head.logits(block, dtype)
-        top, columns = _largest(logits, count)
+        top, columns = _largest(head.logits(block, dtype), count)
         values, order = _largest(torch.cat([values, top], 1), count)
         indices = torch.cat([indices, columns + block.start], 1).gather(1, order)
     return indices
@@ -239,6 +238,7 @@ def linear_cross(*arguments: Any) -> tuple[torch.Tensor, ...]:
         products = products * rescale[0] + ratio.mul_(p).sum(1, keepdim=True)
         sums = p.sum(1, keepdim=True), values[1].sub_(_finite(new[1])).exp_().sum(1, keepdim=True)
         largest, exps = new, exps * rescale + torch.stack(sums)
+        del values, ratio, p  # before those of the next block are computed
     log_sum, base = exps.log(), _finite(largest)
     normaliser = (base[0] - base[1]) + (log_sum[0] - log_sum[1]) if is_ratio else -(base[1] + log_sum[1])
     mean = products / exps[0] - normaliser

@@ -161,12 +161,12 @@ def _scratch_of_head(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
     elif node.target is head_operators.LINEAR_TOP:
         head, dtype, wanted, copies = head_operators.Head(*node.args[:6]), node.args[-1], None, 1
     elif node.target is head_operators.LINEAR_CROSS:
-        head, dtype, wanted, copies = head_operators.Head(*node.args[:6]), node.args[-1], None, 4
+        head, dtype, wanted, copies = head_operators.Head(*node.args[:6]), node.args[-1], None, 3
     else:
         is_cross = node.target in (head_operators.LINEAR_CROSS_BACKWARD, head_operators.LINEAR_CROSS_BACKWARD_)
         call = (head_operators.CrossBackward if is_cross else head_operators.Backward).of(node.args)
         head, dtype, wanted = call.head, call.log_sum.meta["val"].dtype, call.wanted
-        copies = 1 + (call.of_mean is not None) + (head.outer is not None)
+        copies = 1 + (call.of_mean is not None) + is_cross + (head.outer is not None)
     head = head_operators.Head(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in head))
     hidden, weight = head.hidden, head.weight
     narrow, wide = hidden.dtype, statistics_dtype(hidden.dtype)

@@ -210,7 +210,7 @@ def _gradient(head: _Blocks, block: slice, call: Backward) -> torch.Tensor:
 
 def _slope(head: Head, logits: torch.Tensor) -> torch.Tensor | None:
     """Return the derivative of a soft cap."""
-    return None if head.outer is None else 1 - (logits * head.outer).square_()
+    return None if head.outer is None else (logits * head.outer).square_().neg_().add_(1)
 
 
 def _unscaled(head: Head, grad: torch.Tensor, slope: torch.Tensor | None) -> torch.Tensor:

@@ -4,13 +4,15 @@
 
 The model is as narrow as it can be (16 features), so that memory is what tokens times vocabulary would need. Every peak
 is the growth of resident memory in forward and backward, in a process of its own, float32, after a small batch has
-compiled the code. Rows share 16 tokens only, so that nearly all tokens go through the head.
+compiled the code. Rows share 16 tokens only, so that nearly all tokens go through the head. Freed pages go back to the
+system (`DTA_KEEP_PAGES=0`): how many malloc keeps otherwise is chance, up to ten times what is in use.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import time
 from collections.abc import Callable
 
@@ -228,6 +230,7 @@ def difference(name: str) -> float:
 
 def _measure(name: str, tokens: int, vocabulary: int, threads: int, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(threads)
+    os.environ["DTA_KEEP_PAGES"] = "0"
     models = Models(vocabulary)
     compiled = compiled_of(models, name)
 

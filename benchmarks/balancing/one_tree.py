@@ -23,7 +23,7 @@ from dta_compile.estimate.over_ranks import OverRanks, bytes_of_rank
 from dta_compile.estimate.predict import NUMBER, ModelShape, Ranks, cost_of, model_shape, parts_of
 from dta_compile.options import Options
 from dta_compile.plan import Limits, PrefixTree
-from dta_compile.plan.dealing import LATENCY, NVLINK, deal_out
+from dta_compile.plan.dealing import LATENCY, NVLINK, deal_out, schedule_of
 
 BATCHES = ("airline_think", "airline_modprefix", "airline50_think")
 DEVICE = DEVICES["h100"]
@@ -142,7 +142,7 @@ def path_rows(shape: ModelShape) -> Iterator[str]:
         options = Options(chunk_size=PATH_CHUNK, memory_budget=0, mesh=tuple(range(count)))
         dealing, kept = deal_out(tree, options, limits, "transparent", count)
         for rank in range(count):
-            schedule = dealing.schedule(rank, options, "transparent", len(parts), kept)
+            schedule = schedule_of(dealing, rank, options, "transparent", len(parts), kept)
             size = bytes_of_rank(dealing, rank, schedule, limits)
             whole = whole or size
             yield (

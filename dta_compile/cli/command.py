@@ -395,4 +395,4 @@ def _ranks_of_nodes(plan: Plan) -> list[list[int]]:
     assert dealing is not None
     ends = tree.row + tree.stop - tree.start - 1
     pieces = zip(dealing.owners(tree.row).tolist(), dealing.owners(ends).tolist(), strict=True)
-    return [[piece % dealing.ranks for piece in range(first, last + 1)] for first, last in pieces]
+    return [[int(dealing.holders[piece]) for piece in range(first, last + 1)] for first, last in pieces]

@@ -26,7 +26,8 @@ from dta_compile.estimate.predict import (
 from dta_compile.options import Options
 from dta_compile.plan import Limits, Plan, PrefixTree, Schedule, balance, bytes_of_halves, make_plan, simulate
 from dta_compile.plan.cost import BUDGET_SHARE, BY_CHUNKS, BY_STAGES, chunk_sizes
-from dta_compile.plan.dealing import Dealing, deal_out, exchange_seconds
+from dta_compile.plan.dealing import deal_out, exchange_seconds, schedule_of
+from dta_compile.plan.division.pieces import Dealing
 from dta_compile.plan.plan import plan_one_tree
 
 
@@ -96,10 +97,10 @@ class OverRanks:
         seconds, peak = [], 0.0
         slowest = max(range(dealing.ranks), key=lambda number: dealing.costs[number])
         for number in range(dealing.ranks):
-            schedule = dealing.schedule(number, self.options, mode, len(limits.parts), kept)
+            schedule = schedule_of(dealing, number, self.options, mode, len(limits.parts), kept)
             seconds.append(limits.cost.estimate(simulate(tree, schedule, limits.head_starts)))
             peak = max(peak, bytes_of_rank(dealing, number, schedule, limits) + self._held("stages"))
-        of_slowest = dealing.schedule(slowest, self.options, mode, len(limits.parts), kept)
+        of_slowest = schedule_of(dealing, slowest, self.options, mode, len(limits.parts), kept)
         exchange = exchange_seconds(dealing, of_slowest, limits, self.link)
         figures = sum(dealing.tokens), _imbalance(seconds), max(seconds) + exchange, exchange, max(dealing.received)
         plan = plan_one_tree(tree, self.options, limits, mode, rank, self.ranks.count, self.link)

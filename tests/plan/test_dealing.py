@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from dta_compile.errors import OptionError, PlanError, ScheduleError
 from dta_compile.options import Options
 from dta_compile.plan import CostModel, Footprint, Limits, PartBytes, PrefixTree, Schedule, plan, verify
-from dta_compile.plan.dealing import Dealing, KeptByParts, deal_out, exchange_seconds
+from dta_compile.plan.dealing import KeptByParts, deal_out, exchange_seconds, schedule_of
+from dta_compile.plan.division.pieces import Dealing
 from tests.support.pages import read_page
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), max_size=14), max_size=9)
@@ -59,9 +60,8 @@ def test_a_piece_reads_one_path_of_earlier_pieces(sequences, ranks, most):
             while (row := int(parents[row])) >= 0:
                 needed.add(row)
         assert needed - set(range(start, stop)) == set(above.tolist())
-        owners = dealing.owners(above)
-        assert (owners < number * ranks + rank).all()
-        for source in owners % ranks:
+        assert (dealing.owners(above) < number * ranks + dealing.place(rank, number)).all()
+        for source in dealing.holders_of(above):
             traffic[number, rank, source] += source != rank
         top, first = dealing.tops[number], dealing.of_top(rank, number)
         assert (above[:first] == top[:first]).all() and not set(top[first:].tolist()) & set(above.tolist())
@@ -160,16 +160,16 @@ def test_exchange_is_priced_by_bytes_and_messages():
     dealing, _ = deal_out(tree, Options(chunk_size=100), limits, "transparent", 2)
     read = dealing.received[1]
     assert (read, dealing.traffic.tolist()) == (dealing.tokens[0], [[[0, 0], [read, 0]]])
-    schedule = dealing.schedule(1, Options(), "transparent", 2, KeptByParts(2))
+    schedule = schedule_of(dealing, 1, Options(), "transparent", 2, KeptByParts(2))
     seconds = exchange_seconds(dealing, schedule, limits, link=1e3, latency=1.0)
     assert seconds == pytest.approx((1 + 2) * read * 10 / 1e3 + 2 * 2 * 1.0)
-    again = dealing.schedule(1, Options(), "transparent", 2)  # both parts go forward twice
+    again = schedule_of(dealing, 1, Options(), "transparent", 2)  # both parts go forward twice
     more = exchange_seconds(dealing, again, limits, link=1e3, latency=1.0)
     assert more == pytest.approx((2 + 2) * read * 10 / 1e3 + 3 * 2 * 1.0)
     prompt = PrefixTree.build([[0] * 25 + [number] * 25 for number in range(1, 4)])  # ranks 1, 2 and 3 read it
     dealing, _ = deal_out(prompt, Options(chunk_size=100), limits, "score", 4)
     assert dealing.tops[0].tolist() == list(range(25)) and dealing.traffic[0].sum(0).tolist() == [75, 0, 0, 0]
-    sent = exchange_seconds(dealing, dealing.schedule(1, Options(), "score", 2), limits, link=1e3, latency=0.0)
+    sent = exchange_seconds(dealing, schedule_of(dealing, 1, Options(), "score", 2), limits, link=1e3, latency=0.0)
     assert sent == pytest.approx(25 * 10 / 1e3), "each rank passes on what it receives"
     states = dataclasses.replace(limits, footprint=Footprint(kv_token=10.0, state=1.0))
     assert exchange_seconds(dealing, schedule, states, link=1e3, latency=1.0) > seconds, "recurrences run in turn"

@@ -19,7 +19,8 @@ from dta_compile.distributed.group import Group
 from dta_compile.errors import RuntimeContractError
 from dta_compile.executable.chunk import Part
 from dta_compile.executable.executable import ChunkInput
-from dta_compile.plan.dealing import LATENCY, Dealing
+from dta_compile.plan.dealing import LATENCY, schedule_of
+from dta_compile.plan.division.pieces import Dealing
 from dta_compile.plan.plan import plan_one_tree
 from dta_compile.plan.simulate import Simulation, simulate
 from dta_compile.plan.tree.lexicographic import codes_of, combine
@@ -116,7 +117,7 @@ class PieceCall(PlannedCall):
     def keeping_nothing(self) -> PieceCall:
         """See `PlannedCall.keeping_nothing`: the same pieces, for another backward, which all ranks run."""
         dealing, limits = self.routes.dealing, self.plan.limits
-        schedule = dealing.schedule(self.group.rank, self.plan.options, "transparent")
+        schedule = schedule_of(dealing, self.group.rank, self.plan.options, "transparent")
         plan = dataclasses.replace(
             self.plan, schedule=schedule, simulation=simulate(dealing.tree, schedule, limits.head_starts)
         )
@@ -343,7 +344,7 @@ def _moved_inputs(
         (True, own.executable.head_inputs, rows.head_positions, of_heads),
     ):
         holders = np.searchsorted(begins, positions, side="right") - 1
-        takers = dealing.owners(of_row) % dealing.ranks
+        takers = dealing.holders_of(of_row)
         places = numbers_by_rank(takers, dealing.ranks)
         way = transfer(holders, np.arange(len(positions)), takers, places, group.rank, group.size)
         sequences, columns = np.divmod(local[positions[way.sent] - begins[group.rank]], own.tokens)

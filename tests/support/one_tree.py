@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dta_compile
 from dta_compile.errors import DTAError, RuntimeContractError
+from dta_compile.runtime.one_tree import path
 from tests.support import mixtures, per_layer, recurrent, tensor_parallel
 from tests.support.ranks import EXACT, Trained, Wrapped, assert_equal, reference, trained
 from tests.support.recurrent import no_float32_islands
@@ -73,9 +74,9 @@ def drawn_batches(seed: int, left: bool = False) -> list[Batch]:
         base = list(draw.choice(sequences)) if sequences and draw.random() < 0.8 else []
         base = base[: draw.randint(0, len(base))]
         sequences.append(base + [draw.randrange(5) for _ in range(draw.choice([0, 1, 2, 6, 15]))])
-    path = [draw.randrange(5) for _ in range(30)]
+    line = [draw.randrange(5) for _ in range(30)]
     # The first are one path, a single token, prefixes of each other: on one rank, or on several.
-    sequences = ([path], [path[:1]], [path[:length] for length in (1, 30, 12, 12, 29)], *[sequences] * (seed + 1))[seed]
+    sequences = ([line], [line[:1]], [line[:length] for length in (1, 30, 12, 12, 29)], *[sequences] * (seed + 1))[seed]
     rows: list[list[list[int]]] = [[] for _ in range(world)]
     for sequence in sequences:
         draw.choice(rows).append(sequence)
@@ -152,7 +153,8 @@ def toys() -> Iterator[tuple[str, Callable[[], None]]]:
     for name, build in builds.items():
 
         def run(name: str = name, build: Callable[[], nn.Module] = build) -> None:
-            with no_float32_islands() if name in IN_FLOAT64 else contextlib.nullcontext():
+            of_attention = patch.object(path, "BLOCK_BYTES", 1)  # keys and values travel by heads
+            with no_float32_islands() if name in IN_FLOAT64 else of_attention:
                 drawn(lambda: _Toy(build()), range(5), tolerance=IN_FLOAT64.get(name, ISLANDS))
 
         yield f"one tree, {name}", run
@@ -175,7 +177,7 @@ def two_backwards() -> None:
 
 def packed_rows() -> None:
     """Compare packed rows, whose sequences share prefixes with those of other ranks."""
-    with no_float32_islands():
+    with no_float32_islands(), patch.object(path, "BLOCK_BYTES", 1):  # keys and values travel by heads
         _packed_rows()
 
 

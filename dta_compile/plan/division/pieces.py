@@ -1,16 +1,17 @@
 """Deal one prefix tree out over ranks: which tokens each computes, and which states it reads of others.
 
-Rows of a tree are in depth-first order, so all rows above a row come before it. The rows are cut into *pieces* of equal
-cost, consecutive ranges `[start, stop)`, as many in each *round* as there are ranks. Each rank takes one of a round's
-pieces: the ranks with the fewest tokens so far take the longest, as pieces of equal cost are longer where less is above
-them. The rows above a piece that are not in it lie on a single path, that of its first row: what a rank reads of others
-is one path per piece, and other ranks have computed it in the same round or in an earlier one.
+Rows of a tree are in depth-first order, so all rows above a row come before it. The rows are cut into *rounds*, and
+each into as many *pieces* of equal cost as there are ranks, consecutive ranges `[start, stop)`. Each rank takes one
+piece of a round: those with the fewest tokens so far take the longest, as pieces of equal cost are longer where less is
+above them. The rows above a piece that are not in it lie on a single path, that of its first row: what a rank reads of
+others is one path per piece, and other ranks have computed it in the same round or in an earlier one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,9 @@ class Dealing:
     ) -> Dealing:
         """Deal a tree out in pieces of at most `most_tokens` tokens, or of the longest unit if that has more.
 
+        Rounds have equally many tokens, as these bound the memory; the pieces of a round, which ranks run together,
+        have equal cost.
+
         Args:
             rates: cost per token, and per query-key pair; a token at depth d has d + 1 pairs.
             more: `[num_rows]` cost of each row besides, such as that of its head rows.
@@ -54,10 +58,12 @@ class Dealing:
         token, pair = rates
         total = np.concatenate([[0.0], np.cumsum(token + pair * (tree.depths() + 1.0) + more)])
         most, rounds = max(most_tokens, tree.longest_unit), 1
-        bounds = _cut(tree, total, ranks)
+        bounds = _cut(tree, total, 0, tree.num_rows, ranks)
         while np.diff(bounds).max(initial=0) > most:
             rounds = max(rounds + 1, -(-tree.num_rows // (most * ranks)))
-            finer = _cut(tree, total, ranks * rounds)
+            edges = _cut(tree, np.arange(tree.num_rows + 1.0), 0, tree.num_rows, rounds).tolist()
+            of_rounds = [_cut(tree, total, *edge, ranks)[1:] for edge in pairwise(edges)]
+            finer = np.concatenate([[0], *of_rounds]).astype(np.int64)
             if not np.diff(finer).all():  # every rank takes part in every round but the only one
                 break
             bounds = finer
@@ -257,15 +263,15 @@ class Dealing:
                 raise PlanError("a piece of a tree cuts tokens that read each other", got=f"row {bounds[piece]}: {row}")
 
 
-def _cut(tree: PrefixTree, total: IntArray, pieces: int) -> IntArray:
-    """Cut rows with the running `total` of their costs into pieces of equal cost, outside of units."""
-    bounds: IntArray = np.searchsorted(total, total[-1] * np.arange(1, pieces) / pieces).astype(np.int64)
-    before = np.maximum(bounds - 1, 0)
-    aims = total[-1] * np.arange(1, pieces) / pieces
+def _cut(tree: PrefixTree, total: npt.NDArray[np.float64], start: int, stop: int, pieces: int) -> IntArray:
+    """Cut the rows `[start, stop)` with the running `total` of costs into pieces of equal cost, outside of units."""
+    aims = total[start] + (total[stop] - total[start]) * np.arange(1, pieces) / pieces
+    bounds: IntArray = np.clip(np.searchsorted(total, aims), start, stop).astype(np.int64)
+    before = np.maximum(bounds - 1, start)
     bounds = np.where(aims - total[before] < total[bounds] - aims, before, bounds)  # the nearer of two
     if tree.units is not None:
         bounds = np.array([_outside_unit(tree, bound) for bound in bounds.tolist()], np.int64)
-    return np.concatenate([[0], np.maximum.accumulate(bounds), [tree.num_rows]]).astype(np.int64)
+    return np.concatenate([[start], np.maximum.accumulate(bounds), [stop]]).astype(np.int64)
 
 
 def _outside_unit(tree: PrefixTree, row: int) -> int:

@@ -102,6 +102,18 @@ class Group:
         self.size = 1 if self._alone else dist.get_world_size(group)
         if self.rank < 0:
             raise OptionError("this process is not a member of the group that it was given")
+        self._parts = {self.size: self}
+
+    def part(self, size: int) -> Group:
+        """Return the part that this rank is in, where every `size` ranks in turn are one; made at the first call.
+
+        A collective of the ranks of a part.
+        """
+        if size not in self._parts:
+            first = self.rank // size * size
+            ranks, backend = [self._global(first + i) for i in range(size)], dist.get_backend_config(self._group)
+            self._parts[size] = Group(dist.new_group(ranks, backend=backend, use_local_synchronization=True))
+        return self._parts[size]
 
     def gather(self, value: T) -> list[T]:
         """Gather the (small, picklable) values of all ranks on all ranks."""

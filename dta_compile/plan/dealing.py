@@ -21,7 +21,14 @@ ONE_TREE = "one_tree"
 NVLINK = 4.5e11  # bytes a second that an H100 sends to, and as many that it receives from, the others of its node
 LATENCY = 2e-5  # seconds until a message is there, between GPUs of a node; an assumption
 GRADIENTS = 2  # bytes of gradients of states, in float32, relative to states in 16 bits
+BLOCK_BYTES = 2**24  # of keys and values that a rank receives at once: if less, messages and kernels are too many
+MOST_BLOCKS = 4
 IN_TURN = 0.2  # share of a recurrent model's time that is spent in its recurrences, an assumption
+
+
+def blocks(size: int) -> int:
+    """Return in how many parts, by heads, the bytes that a rank receives in a layer travel."""
+    return max(1, min(MOST_BLOCKS, size // BLOCK_BYTES))
 
 
 class KeptByParts(NamedTuple):

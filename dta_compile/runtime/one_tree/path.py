@@ -17,6 +17,7 @@ import torch
 from dta_compile.distributed.group import Group
 from dta_compile.executable.layers import AttentionLayer, MixerLayer, StateSpec
 from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.plan import dealing
 from dta_compile.runtime.attention.layer import AttentionRuntime
 from dta_compile.runtime.one_tree.routes import Piece, StateRoutes
 from dta_compile.runtime.one_tree.running import RunningRows
@@ -24,9 +25,6 @@ from dta_compile.runtime.one_tree.shape import Part, PieceShape
 from dta_compile.runtime.one_tree.tokens import ALL, TokenStates
 from dta_compile.runtime.path.interface import AnyRuntime, LayerInputs, RecurrentInputs, Tensors
 from dta_compile.runtime.path.stack import PathStack, as_returned, in_dtype_of
-
-BLOCK_BYTES = 2**24  # of keys and values that a rank receives at once: less, and messages and kernels are too many
-MOST_BLOCKS = 4
 
 
 class Heads(NamedTuple):
@@ -120,12 +118,12 @@ class PiecePath(PathStack):
         arriving: Callable[[Tensors], None] | None = None
         for heads in self._blocks(layer, operands):
             of_block, of_above = self._backward_of(layer, heads, grad, operands, results, constants, above.pop(0))
-            following = self.tokens.begin_return(layer, self._number, of_above, heads.keys)
-            del of_above
-            if arriving is not None:
+            if arriving is not None:  # those of the heads before have travelled meanwhile, and their memory is freed
                 arriving(mixer.states_of(of_blocks[-1]))
-            arriving = following
+                self.tokens.wait()
+            arriving = self.tokens.begin_return(layer, self._number, of_above, heads.keys)
             of_blocks.append(of_block)
+            del of_above
         assert arriving is not None
         arriving(mixer.states_of(of_blocks[-1]))
         grads = tuple(map(_joined_heads, zip(*of_blocks, strict=True)))
@@ -166,7 +164,7 @@ class PiecePath(PathStack):
         if not isinstance(spec, AttentionLayer) or type(runtime) is not AttentionRuntime or len(operands) > 3:
             return [Heads()]
         width = sum(state.dtype.itemsize * int(np.prod(state.of_tokens(1))) for state in spec.states)
-        most = min(self.routes.most_read[self._number] * width // BLOCK_BYTES, MOST_BLOCKS, spec.kv_heads)
+        most = min(dealing.blocks(self.routes.most_read[self._number] * width), spec.kv_heads)
         count = next((count for count in range(most, 1, -1) if spec.kv_heads % count == 0), 1)
         if count == 1:
             return [Heads()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -72,21 +72,23 @@ class TokenStates:
             for source, read in self.routes.shared[number].items()
             for values in (taken(read) if source == rank else empty(read.number),)
         ]
-        messages = {reader: taken(read) for reader, read in sent.items()}
+        messages = {reader: _packed(taken(read), specs) for reader, read in sent.items()}
         arriving = self._swapped(messages, received, states, specs)
 
         def above() -> Tensors:
-            arrived = arriving()
-            if rank in received:
-                arrived[rank] = taken(received[rank])
-            reads = [(received[source].positions, values) for source, values in arrived.items()]
-            for read, works in shared:
-                reads.append((read.positions[read.positions < piece.of_top], tuple(work() for work in works)))
             result = empty(len(piece.above))
-            for numbers, values in reads:
+
+            def put(numbers: Integers, values: Tensors) -> None:
                 positions = upload(numbers, self.device)
                 for value, target, spec in zip(values, result, specs, strict=True):
                     target.index_copy_(spec.token_dim, positions, value.narrow(spec.token_dim, 0, len(numbers)))
+
+            if rank in received:
+                put(received[rank].positions, taken(received[rank]))
+            for read, works in shared:
+                put(read.positions[read.positions < piece.of_top], tuple(work() for work in works))
+            for source, values in arriving():
+                put(received[source].positions, values)
             return result
 
         return above
@@ -114,14 +116,15 @@ class TokenStates:
                 total.narrow(spec.token_dim, 0, value.shape[spec.token_dim]).copy_(value)
                 works.append(self.group.reduce(total, source))
             shared.append((source, read, works))
-        own = {source: of_rows(read.positions) for source, read in received.items()}
-        of_self = own.pop(rank, None)
-        arriving = self._swapped(own, sent, of_above, specs)
+        of_self = of_rows(received[rank].positions) if rank in received else None
+        others = {source: read.positions for source, read in received.items() if source != rank}
+        messages = {source: _packed(of_rows(numbers), specs) for source, numbers in others.items()}
+        arriving = self._swapped(messages, sent, of_above, specs)
 
         def add(of_states: Tensors) -> None:
             if of_self is not None:
                 self._add(layer, number, received[rank], of_self, of_states, heads)
-            for reader, values in arriving().items():
+            for reader, values in arriving():
                 self._add(layer, number, sent[reader], values, of_states, heads)
             for source, read, works in shared:
                 totals = tuple(work() for work in works)
@@ -186,29 +189,33 @@ class TokenStates:
                 total[:, heads].index_add_(spec.token_dim, places, value.index_select(spec.token_dim, taken))
 
     def _swapped(
-        self, sent: Mapping[int, Tensors], reads: Mapping[int, Read], like: Tensors, specs: Sequence[StateSpec]
-    ) -> Callable[[], dict[int, Tensors]]:
+        self, messages: Mapping[int, torch.Tensor], reads: Mapping[int, Read], like: Tensors, specs: Sequence[StateSpec]
+    ) -> Callable[[], Iterator[tuple[int, Tensors]]]:
         """Begin to exchange states like the given ones with other ranks, in one message to each.
 
         Args:
+            messages: see `_packed`.
             reads: rows of each rank that are received, this rank's own left out.
         """
         shapes = [value.movedim(spec.token_dim, 0).shape[1:] for value, spec in zip(like, specs, strict=True)]
         widths = [value.itemsize * shape.numel() for value, shape in zip(like, shapes, strict=True)]
         dtypes, dims = [value.dtype for value in like], [spec.token_dim for spec in specs]
         others = [rank for rank in reads if rank != self.group.rank]
-        kinds = {rank: ((reads[rank].number, sum(widths)), torch.uint8) for rank in others}
-        swap = self.group.swap({rank: _packed(states, specs) for rank, states in sent.items()}, kinds, self.device)
+        swap = self.group.swap(
+            messages, {rank: ((reads[rank].number, sum(widths)), torch.uint8) for rank in others}, self.device
+        )
         self._sending.append(swap)
 
-        def arrived() -> dict[int, Tensors]:
-            return {
-                source: tuple(
-                    part.contiguous().view(dtype).reshape(len(part), *shape).movedim(0, dim)
-                    for part, dtype, shape, dim in zip(message.split(widths, 1), dtypes, shapes, dims, strict=True)
+        def arrived() -> Iterator[tuple[int, Tensors]]:
+            for source, message in swap.received().items():
+                parts = zip(message.split(widths, 1), dtypes, shapes, dims, strict=True)
+                yield (
+                    source,
+                    tuple(
+                        part.contiguous().view(dtype).reshape(len(part), *shape).movedim(0, dim)
+                        for part, dtype, shape, dim in parts
+                    ),
                 )
-                for source, message in swap.received().items()
-            }
 
         return arrived
 

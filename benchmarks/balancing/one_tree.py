@@ -80,12 +80,13 @@ MEASURED = "\n## Measured on two gloo ranks\n"
 ONE_PATH = f"""
 ## A path of {PATH:,} tokens
 
-One row over {PATH_RANKS} ranks, Qwen3-8B, pieces of at most {PATH_CHUNK:,} tokens, nothing kept from forward to
-backward; peak bytes besides weights and sums of gradients. Later tokens attend to more, so that the first rank has the
-most tokens for the same cost.
+One row over {PATH_RANKS} ranks, Qwen3-8B, nothing kept from forward to backward; peak bytes besides weights and sums of
+gradients. A piece is what a rank runs at a time: as long as that of one rank, or so that all ranks together run as many
+tokens as one rank. What is above a quarter is the working memory of a piece, and the keys and values of a layer, of
+which every rank holds those of the whole path.
 
-| rank | tokens | rounds | tokens whose states it holds, a layer | received | GB | of one rank's |
-| --- | --- | --- | --- | --- | --- | --- |"""
+| rank | of a piece, at most | tokens | rounds | tokens whose states it holds, a layer | received | GB | of one rank's |
+| --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
 def shape_of(name: str) -> ModelShape:
@@ -138,16 +139,16 @@ def path_rows(shape: ModelShape) -> Iterator[str]:
     parts = tuple(part._replace(sums=0.0, reduced=0.0) for part in parts_of(shape, Ranks()))
     limits = Limits(0, cost=cost_of(shape, DEVICE), parts=parts)
     whole = 0.0
-    for count in (1, PATH_RANKS):
-        options = Options(chunk_size=PATH_CHUNK, memory_budget=0, mesh=tuple(range(count)))
+    for count, piece in ((1, PATH_CHUNK), (PATH_RANKS, PATH_CHUNK), (PATH_RANKS, PATH_CHUNK // PATH_RANKS)):
+        options = Options(chunk_size=piece, memory_budget=0, mesh=tuple(range(count)))
         dealing, kept = deal_out(tree, options, limits, "transparent", count)
         for rank in range(count):
             schedule = schedule_of(dealing, rank, options, "transparent", len(parts), kept)
             size = bytes_of_rank(dealing, rank, schedule, limits)
             whole = whole or size
             yield (
-                f"| {rank} of {count} | {dealing.tokens[rank]:,} | {dealing.rounds} | {dealing.held[rank]:,} | "
-                f"{dealing.received[rank]:,} | {size / 1e9:.2f} | {size / whole:.2f} |"
+                f"| {rank} of {count} | {piece:,} | {dealing.tokens[rank]:,} | {dealing.rounds} | "
+                f"{dealing.held[rank]:,} | {dealing.received[rank]:,} | {size / 1e9:.2f} | {size / whole:.2f} |"
             )
 
 

@@ -26,7 +26,7 @@ from dta_compile.estimate.predict import (
 from dta_compile.options import Options
 from dta_compile.plan import Limits, Plan, PrefixTree, Schedule, balance, bytes_of_halves, make_plan, simulate
 from dta_compile.plan.cost import BUDGET_SHARE, BY_CHUNKS, BY_STAGES, chunk_sizes
-from dta_compile.plan.dealing import deal_out, exchange_seconds, schedule_of
+from dta_compile.plan.dealing import blocks, deal_out, exchange_seconds, schedule_of
 from dta_compile.plan.division.pieces import Dealing
 from dta_compile.plan.plan import plan_one_tree
 
@@ -134,8 +134,12 @@ def bytes_of_rank(dealing: Dealing, rank: int, schedule: Schedule, limits: Limit
     share, held = dealing.tokens[rank] / max(dealing.tree.num_rows, 1), dealing.held[rank]
     parts = [part._replace(sent=part.sent * share) for part in limits.parts]
     first, second = bytes_of_halves(dealing.tree, schedule, parts, held, limits.head_starts)
-    # Gradients of states are float32 sums, wider than the states that `bytes_of_halves` counts for them.
-    return max(first, second + held * max(part.footprint.kv_token for part in parts) * (SUM / NUMBER - 1))
+    # Gradients of states are float32 sums, not as wide as the states, as `bytes_of_halves` counts them: those of own
+    # tokens; and those above the piece with the messages that they travel in, of some heads at a time.
+    width = max(part.footprint.kv_token for part in parts)
+    above, own = dealing.most_above[rank], dealing.exported[rank]
+    at_once = 2 * above / blocks(int(above * width))
+    return max(first, second + width * ((own + at_once) * SUM / NUMBER - held))
 
 
 def _imbalance(seconds: Sequence[float]) -> float:

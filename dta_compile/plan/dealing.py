@@ -120,7 +120,7 @@ def deal_out(tree: PrefixTree, options: Options, limits: Limits, mode: str, rank
 
     def kept_of(dealing: Dealing) -> KeptByParts:
         of_rank = (int(dealing.by_rank(np.diff(total[dealing.bounds])).max(initial=0)) for total in (pairs, heads))
-        return _kept(Work(0, 0, max(dealing.tokens), *of_rank), limits, dealing.rounds)
+        return _kept(Work(0, 0, max(dealing.tokens), *of_rank), limits, dealing.rounds, max(dealing.above_all))
 
     dealing = dealt(KeptByParts(parts))
     if not trains or not parts or limits.budget is None:
@@ -129,12 +129,18 @@ def deal_out(tree: PrefixTree, options: Options, limits: Limits, mode: str, rank
     return dealing, kept_of(dealing)
 
 
-def _kept(most: Work, limits: Limits, rounds: int) -> KeptByParts:
-    """Return what parts keep within the budget so that least is computed again; `most`: work of a rank, all parts."""
+def _kept(most: Work, limits: Limits, rounds: int, above: int) -> KeptByParts:
+    """Return what parts keep within the budget so that least is computed again.
+
+    Args:
+        most: work of a rank, all parts.
+        above: tokens whose states kept graphs of a part read.
+    """
     parts, budget, best = limits.parts, limits.budget or 0, (0.0, NOTHING_KEPT)
     forward, attention = map(limits.cost.forward.seconds, (most._replace(heads=0), Work(pairs=most.pairs)))
     # The last part goes backward right after its forward: one piece of it is not kept beside others.
-    graphs = [part.footprint.graph(most) * (number > 0 or rounds > 1) for number, part in enumerate(reversed(parts))]
+    bytes_of = [part.footprint.graph(most) + part.footprint.kv_token * above for part in reversed(parts)]
+    graphs = [size * (number > 0 or rounds > 1) for number, size in enumerate(bytes_of)]
     results = [most.tokens * part.footprint.result_token * (attention > 0) for part in reversed(parts)]
     for kept in range(len(parts) + 1):
         for others in {0.0, sum(results[kept:])}:

@@ -215,11 +215,8 @@ class Dealing:
         return counts
 
     @functools.cached_property
-    def held(self) -> list[int]:
-        """Most tokens of which each rank holds a layer's states besides the piece that it runs.
-
-        Those are the path above a piece, and the rank's own tokens that pieces of later rounds read.
-        """
+    def exported(self) -> list[int]:
+        """Number of tokens of each rank that pieces of later rounds read."""
         is_read, counts = np.zeros(self.tree.num_rows, np.bool_), [0] * self.ranks
         for number in reversed(range(self.rounds)):
             for rank in range(self.ranks):
@@ -227,8 +224,27 @@ class Dealing:
             for rank in range(self.ranks) if number else ():
                 for start, stop in self._above(rank, number):
                     is_read[start:stop] = True
+        return counts
+
+    @property
+    def most_above(self) -> list[int]:
+        """Most tokens above a piece of each rank."""
+        return [max(of_rank) for of_rank in self._depths]
+
+    @property
+    def above_all(self) -> list[int]:
+        """Number of tokens above the pieces of each rank, each counted for every piece."""
+        return [sum(of_rank) for of_rank in self._depths]
+
+    @functools.cached_property
+    def _depths(self) -> list[list[int]]:
         rounds = range(self.rounds)
-        return [max(self._place(rank, number)[1] for number in rounds) + own for rank, own in enumerate(counts)]
+        return [[self._place(rank, number)[1] for number in rounds] for rank in range(self.ranks)]
+
+    @property
+    def held(self) -> list[int]:
+        """Most tokens of which each rank holds a layer's states besides the piece that it runs."""
+        return [above + own for above, own in zip(self.most_above, self.exported, strict=True)]
 
     def in_turn(self, number: int) -> int:
         """Return how many tokens, at most, a rank waits for in a round before its recurrences can begin.

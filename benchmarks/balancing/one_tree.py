@@ -72,10 +72,11 @@ STEP = """
 ## The predicted step
 
 Extra are the tokens that own trees run beyond those of one tree; imbalance is the time of their slowest over the mean;
-what is exchanged is part of the time of one tree.
+what is exchanged is part of the time of one tree. "Parts" are equal parts of the ranks with a tree each, sequences
+divided over them by `balance`: the fastest of those of 2, 4 and 8 ranks.
 
-| batch | model, memory | ranks | own: extra | own: imbalance | own: s | one: s | one: exchange, s | one / own |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+| batch | model, memory | ranks | own: extra | imbalance | own: s | one: s | exchange, s | parts / own | one / own |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 MEASURED = "\n## Measured on two gloo ranks\n"
 ONE_PATH = f"""
 ## A path of {PATH:,} tokens
@@ -127,9 +128,12 @@ def step_rows(name: str, sequences: Sequence[Recorded], setting: str, counts: Se
     for count in counts:
         both = over(shape, count, budget)
         own, (one, _) = both.own_trees(sequences), both.one_tree(sequences, 0)
+        sizes = [size for size in (2, 4, 8) if size < count and count % size == 0]
+        parts = [(both.in_parts(sequences, size).seconds / own.seconds, size) for size in sizes]
+        fastest = f"{min(parts)[0]:.2f}, of {min(parts)[1]} ranks" if parts else ""
         yield (
             f"| {name} | {setting} | {count} | {own.tokens / one.tokens - 1:.1%} | {own.imbalance:.3f} | "
-            f"{own.seconds:.2f} | {one.seconds:.2f} | {one.exchange:.3f} | **{one.seconds / own.seconds:.2f}** |"
+            f"{own.seconds:.2f} | {one.seconds:.2f} | {one.exchange:.3f} | {fastest} | **{one.seconds / own.seconds:.2f}** |"
         )
 
 

@@ -353,7 +353,8 @@ def as_json(plan: Plan) -> str:
     }
     if (dealing := plan.dealing) is not None:
         facts: dict[str, Any] = {"rank": plan.rank, "imbalance": dealing.imbalance, "tokens": dealing.tokens}
-        fields["ranks"] = facts | {"received": dealing.received, "bounds": dealing.bounds.tolist()}
+        facts |= {"received": dealing.received, "bounds": dealing.bounds.tolist()}
+        fields["ranks"] = facts | {"holders": dealing.holders.tolist()}
     return json.dumps(fields, indent=1, default=lambda value: value.item()) + "\n"
 
 

@@ -91,9 +91,28 @@ class OverRanks:
 
     def one_tree(self, sequences: Sequence[Recorded], rank: int, mode: str = "transparent") -> tuple[RanksStep, Plan]:
         """Deal one tree out; return its step and the plan of a rank."""
-        tree = tree_of(sequences)
+        tree, count = tree_of(sequences), self.ranks.count
         limits = self._limits(tree, sequences).of_sweep("stages")
-        dealing, kept = deal_out(tree, self.options, limits, mode, self.ranks.count)
+        plan = plan_one_tree(tree, self.options, limits, mode, rank, count, self.link)
+        return self._step(tree, limits, count, mode), plan
+
+    def in_parts(self, sequences: Sequence[Recorded], size: int, mode: str = "transparent") -> RanksStep:
+        """Divide the sequences over parts of `size` ranks by `balance`; each part runs one tree of its own."""
+        steps = []
+        cost = self._limits(PrefixTree.build([]), []).cost
+        for group in balance(tree_of(sequences), self.ranks.count // size, cost):
+            own = [sequences[i] for i in group]
+            tree = tree_of(own)
+            steps.append(self._step(tree, self._limits(tree, own).of_sweep("stages"), size, mode))
+        slowest, imbalance = max(steps, key=lambda step: step.seconds), _imbalance([step.seconds for step in steps])
+        tokens, received = sum(step.tokens for step in steps), max(step.received for step in steps)
+        peak = max(step.peak_bytes for step in steps)
+        imbalance = max(imbalance, slowest.imbalance)
+        return RanksStep(tokens, imbalance, slowest.seconds, slowest.exchange, received, peak)
+
+    def _step(self, tree: PrefixTree, limits: Limits, count: int, mode: str) -> RanksStep:
+        """Return the step of `count` ranks with one tree."""
+        dealing, kept = deal_out(tree, self.options, limits, mode, count)
         seconds, peak = [], 0.0
         slowest = max(range(dealing.ranks), key=lambda number: dealing.costs[number])
         for number in range(dealing.ranks):
@@ -103,8 +122,7 @@ class OverRanks:
         of_slowest = schedule_of(dealing, slowest, self.options, mode, len(limits.parts), kept)
         exchange = exchange_seconds(dealing, of_slowest, limits, self.link)
         figures = sum(dealing.tokens), _imbalance(seconds), max(seconds) + exchange, exchange, max(dealing.received)
-        plan = plan_one_tree(tree, self.options, limits, mode, rank, self.ranks.count, self.link)
-        return RanksStep(*figures, peak * (self.shape is not None)), plan
+        return RanksStep(*figures, peak * (self.shape is not None))
 
     def _held(self, sweep: str) -> float:
         return 0.0 if self.shape is None else self.ranks.held(self.shape) + self.ranks.gathered(self.shape, sweep)

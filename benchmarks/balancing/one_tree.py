@@ -133,7 +133,8 @@ def step_rows(name: str, sequences: Sequence[Recorded], setting: str, counts: Se
         fastest = f"{min(parts)[0]:.2f}, of {min(parts)[1]} ranks" if parts else ""
         yield (
             f"| {name} | {setting} | {count} | {own.tokens / one.tokens - 1:.1%} | {own.imbalance:.3f} | "
-            f"{own.seconds:.2f} | {one.seconds:.2f} | {one.exchange:.3f} | {fastest} | **{one.seconds / own.seconds:.2f}** |"
+            f"{own.seconds:.2f} | {one.seconds:.2f} | {one.exchange:.3f} | {fastest} | "
+            f"**{one.seconds / own.seconds:.2f}** |"
         )
 
 

@@ -214,3 +214,11 @@ def test_parts_keep_what_saves_most():
     assert kept(21_000, slow_attention) == KeptByParts(3, True)
     assert kept(30_000, slow_attention) == kept(None, slow_attention) == KeptByParts(4, False)
     assert kept(0, slow_attention) == KeptByParts(1, False)
+
+
+def test_ranks_have_equally_many_tokens_of_a_long_path():
+    """Later tokens cost more, so that pieces of equal cost are shorter the later they are: ranks take them in turn."""
+    dealing = dealt([range(4096)], 4, 256, (1.0, 1e-3))
+    assert max(dealing.tokens) < 1.01 * 1024 and dealing.imbalance < 1.01
+    assert dealing.rounds <= 6 and max(np.diff(dealing.bounds)) <= 256
+    assert max(dealing.exported) <= max(dealing.tokens) and max(dealing.most_above) < 4096

@@ -168,7 +168,8 @@ class PiecePath(PathStack):
         count = next((count for count in range(most, 1, -1) if spec.kv_heads % count == 0), 1)
         if count == 1:
             return [Heads()]
-        ranges = [[slice(i * n // count, (i + 1) * n // count) for i in range(count)] for n in _heads_of(operands)]
+        totals = (value.shape[1] for value in operands[:2])
+        ranges = [[slice(i * n // count, (i + 1) * n // count) for i in range(count)] for n in totals]
         return [Heads(*pair) for pair in zip(*ranges, strict=True)]
 
     @property
@@ -257,11 +258,6 @@ class PiecePath(PathStack):
     def _depths_of(self, part: Part, rows: Sequence[int]) -> list[int]:
         """Return the rows of a part as runtimes count them: as if its tokens were a single run."""
         return [row - self._piece.start - part.first + 1 + part.shape.start for row in rows]
-
-
-def _heads_of(operands: Tensors) -> tuple[int, int]:
-    """Return the number of heads of queries, and of keys."""
-    return operands[0].shape[1], operands[1].shape[1]
 
 
 def _of_heads(operands: Tensors, heads: Heads) -> Tensors:

@@ -23,7 +23,7 @@ from dta_compile.estimate.over_ranks import OverRanks, bytes_of_rank
 from dta_compile.estimate.predict import NUMBER, ModelShape, Ranks, cost_of, model_shape, parts_of
 from dta_compile.options import Options
 from dta_compile.plan import Limits, PrefixTree
-from dta_compile.plan.dealing import LATENCY, NVLINK, deal_out
+from dta_compile.plan.dealing import LATENCY, NVLINK, deal_out, schedule_of
 
 BATCHES = ("airline_think", "airline_modprefix", "airline50_think")
 DEVICE = DEVICES["h100"]
@@ -72,20 +72,22 @@ STEP = """
 ## The predicted step
 
 Extra are the tokens that own trees run beyond those of one tree; imbalance is the time of their slowest over the mean;
-what is exchanged is part of the time of one tree.
+what is exchanged is part of the time of one tree. "Parts" are equal parts of the ranks with a tree each, sequences
+divided over them by `balance`: the fastest of those of 2, 4 and 8 ranks.
 
-| batch | model, memory | ranks | own: extra | own: imbalance | own: s | one: s | one: exchange, s | one / own |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+| batch | model, memory | ranks | own: extra | imbalance | own: s | one: s | exchange, s | parts / own | one / own |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 MEASURED = "\n## Measured on two gloo ranks\n"
 ONE_PATH = f"""
 ## A path of {PATH:,} tokens
 
-One row over {PATH_RANKS} ranks, Qwen3-8B, pieces of at most {PATH_CHUNK:,} tokens, nothing kept from forward to
-backward; peak bytes besides weights and sums of gradients. Later tokens attend to more, so that the first rank has the
-most tokens for the same cost.
+One row over {PATH_RANKS} ranks, Qwen3-8B, nothing kept from forward to backward; peak bytes besides weights and sums of
+gradients. A piece is what a rank runs at a time: as long as that of one rank, or so that all ranks together run as many
+tokens as one rank. What is above a quarter is the working memory of a piece, and the keys and values of a layer, of
+which every rank holds those of the whole path.
 
-| rank | tokens | rounds | tokens whose states it holds, a layer | received | GB | of one rank's |
-| --- | --- | --- | --- | --- | --- | --- |"""
+| rank | of a piece, at most | tokens | rounds | tokens whose states it holds, a layer | received | GB | of one rank's |
+| --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
 def shape_of(name: str) -> ModelShape:
@@ -126,9 +128,13 @@ def step_rows(name: str, sequences: Sequence[Recorded], setting: str, counts: Se
     for count in counts:
         both = over(shape, count, budget)
         own, (one, _) = both.own_trees(sequences), both.one_tree(sequences, 0)
+        sizes = [size for size in (2, 4, 8) if size < count and count % size == 0]
+        parts = [(both.in_parts(sequences, size).seconds / own.seconds, size) for size in sizes]
+        fastest = f"{min(parts)[0]:.2f}, of {min(parts)[1]} ranks" if parts else ""
         yield (
             f"| {name} | {setting} | {count} | {own.tokens / one.tokens - 1:.1%} | {own.imbalance:.3f} | "
-            f"{own.seconds:.2f} | {one.seconds:.2f} | {one.exchange:.3f} | **{one.seconds / own.seconds:.2f}** |"
+            f"{own.seconds:.2f} | {one.seconds:.2f} | {one.exchange:.3f} | {fastest} | "
+            f"**{one.seconds / own.seconds:.2f}** |"
         )
 
 
@@ -138,16 +144,16 @@ def path_rows(shape: ModelShape) -> Iterator[str]:
     parts = tuple(part._replace(sums=0.0, reduced=0.0) for part in parts_of(shape, Ranks()))
     limits = Limits(0, cost=cost_of(shape, DEVICE), parts=parts)
     whole = 0.0
-    for count in (1, PATH_RANKS):
-        options = Options(chunk_size=PATH_CHUNK, memory_budget=0, mesh=tuple(range(count)))
+    for count, piece in ((1, PATH_CHUNK), (PATH_RANKS, PATH_CHUNK), (PATH_RANKS, PATH_CHUNK // PATH_RANKS)):
+        options = Options(chunk_size=piece, memory_budget=0, mesh=tuple(range(count)))
         dealing, kept = deal_out(tree, options, limits, "transparent", count)
         for rank in range(count):
-            schedule = dealing.schedule(rank, options, "transparent", len(parts), kept)
+            schedule = schedule_of(dealing, rank, options, "transparent", len(parts), kept)
             size = bytes_of_rank(dealing, rank, schedule, limits)
             whole = whole or size
             yield (
-                f"| {rank} of {count} | {dealing.tokens[rank]:,} | {dealing.rounds} | {dealing.held[rank]:,} | "
-                f"{dealing.received[rank]:,} | {size / 1e9:.2f} | {size / whole:.2f} |"
+                f"| {rank} of {count} | {piece:,} | {dealing.tokens[rank]:,} | {dealing.rounds} | "
+                f"{dealing.held[rank]:,} | {dealing.received[rank]:,} | {size / 1e9:.2f} | {size / whole:.2f} |"
             )
 
 

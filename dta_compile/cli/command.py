@@ -353,7 +353,8 @@ def as_json(plan: Plan) -> str:
     }
     if (dealing := plan.dealing) is not None:
         facts: dict[str, Any] = {"rank": plan.rank, "imbalance": dealing.imbalance, "tokens": dealing.tokens}
-        fields["ranks"] = facts | {"received": dealing.received, "bounds": dealing.bounds.tolist()}
+        facts |= {"received": dealing.received, "bounds": dealing.bounds.tolist()}
+        fields["ranks"] = facts | {"holders": dealing.holders.tolist()}
     return json.dumps(fields, indent=1, default=lambda value: value.item()) + "\n"
 
 
@@ -395,4 +396,4 @@ def _ranks_of_nodes(plan: Plan) -> list[list[int]]:
     assert dealing is not None
     ends = tree.row + tree.stop - tree.start - 1
     pieces = zip(dealing.owners(tree.row).tolist(), dealing.owners(ends).tolist(), strict=True)
-    return [[piece % dealing.ranks for piece in range(first, last + 1)] for first, last in pieces]
+    return [[int(dealing.holders[piece]) for piece in range(first, last + 1)] for first, last in pieces]

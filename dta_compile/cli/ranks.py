@@ -42,7 +42,7 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_over_ranks(sequences: Sequence[Recorded], arguments: argparse.Namespace) -> tuple[Plan, dict[str, RanksStep]]:
-    """Plan one tree over ranks; return the plan of a rank, and the step of both ways by name.
+    """Plan one tree over ranks; return the plan of a rank, and the step of each way by name.
 
     Raises:
         OptionError: options that do not fit one tree over ranks.
@@ -67,7 +67,9 @@ def plan_over_ranks(sequences: Sequence[Recorded], arguments: argparse.Namespace
         over_ranks = OverRanks(Ranks(count), options, link, known=_limits(arguments))
     one, plan = over_ranks.one_tree(sequences, arguments.rank, mode)
     plan = dataclasses.replace(plan, sequences=[sequence.tokens for sequence in sequences])
-    return plan, dict(zip(BOTH, (over_ranks.own_trees(sequences, mode), one), strict=True))
+    sizes = [size for size in range(2, count) if count % size == 0]
+    parts = {f"a tree per {size} ranks": over_ranks.in_parts(sequences, size, mode) for size in sizes}
+    return plan, {BOTH[0]: over_ranks.own_trees(sequences, mode), **parts, BOTH[1]: one}
 
 
 def _limits(arguments: argparse.Namespace) -> Limits:
@@ -80,7 +82,7 @@ def _limits(arguments: argparse.Namespace) -> Limits:
 
 
 def print_ranks(plan: Plan, steps: dict[str, RanksStep], link: float, console: Console) -> None:
-    """Print both ways side by side."""
+    """Print all ways side by side."""
     tree_tokens, own = plan.stats.tree_tokens, steps[BOTH[0]]
     table = Table(box=None, pad_edge=False, header_style="dim")
     titles = ["", "tokens run", "more than the tree's", "slowest / mean", "seconds", "relative", "exchange", "received"]

@@ -42,6 +42,40 @@ class Work(NamedTuple):
         self.handle.wait()
 
 
+class Swap:
+    """Messages on their way to and from other ranks, and their memory, which must live until they are there."""
+
+    def __init__(
+        self,
+        works: Sequence[Any],
+        sent: Sequence[torch.Tensor],
+        space: Mapping[int, torch.Tensor],
+        kinds: Mapping[int, Kind],
+        device: torch.device,
+    ) -> None:
+        """`works`: of each message, received ones first; or one of all, as some backends have."""
+        count = len(space) if len(works) == len(space) + len(sent) else len(works)
+        self._receiving, self._sending = list(works[:count]), list(works[count:])
+        self._sent, self._space, self._kinds, self._device = sent, space, kinds, device
+
+    def received(self) -> dict[int, torch.Tensor]:
+        """Wait for the tensors from other ranks, and return them."""
+        _wait(self._receiving)
+        space, self._space = self._space, {}
+        kinds = self._kinds.items()
+        return {rank: space[rank].to(self._device).view(dtype).reshape(*shape) for rank, (shape, dtype) in kinds}
+
+    def wait(self) -> None:
+        """Wait until all messages are there."""
+        _wait(self._receiving)
+        _wait(self._sending)
+
+
+def _wait(works: list[Any]) -> None:
+    while works:  # a backend may not return from a second wait for the same message
+        works.pop().wait()
+
+
 class Group:
     """Ranks that share a batch.
 
@@ -68,6 +102,18 @@ class Group:
         self.size = 1 if self._alone else dist.get_world_size(group)
         if self.rank < 0:
             raise OptionError("this process is not a member of the group that it was given")
+        self._parts = {self.size: self}
+
+    def part(self, size: int) -> Group:
+        """Return the part that this rank is in, where every `size` ranks in turn are one; made at the first call.
+
+        A collective of the ranks of a part.
+        """
+        if size not in self._parts:
+            first = self.rank // size * size
+            ranks, backend = [self._global(first + i) for i in range(size)], dist.get_backend_config(self._group)
+            self._parts[size] = Group(dist.new_group(ranks, backend=backend, use_local_synchronization=True))
+        return self._parts[size]
 
     def gather(self, value: T) -> list[T]:
         """Gather the (small, picklable) values of all ranks on all ranks."""
@@ -113,20 +159,17 @@ class Group:
         dist.all_to_all_single(out, raw, list(received), list(sizes), self._group)
         return out.to(values.device).view(values.dtype).reshape(-1, *entry)
 
-    def swap(
-        self, sent: Mapping[int, torch.Tensor], received: Mapping[int, Kind], device: torch.device
-    ) -> dict[int, torch.Tensor]:
-        """Send a tensor to each of some ranks, and receive one of the given shape and dtype from each of others.
+    def swap(self, sent: Mapping[int, torch.Tensor], received: Mapping[int, Kind], device: torch.device) -> Swap:
+        """Begin to send a tensor to each of some ranks, and to receive one of the given shape and dtype from others.
 
         The ranks call this together, each for its own messages.
         """
         raw = {rank: self._raw(value) for rank, value in sent.items()}
         space = {rank: self._space(*kind, device) for rank, kind in received.items()}
-        messages = [dist.P2POp(dist.isend, value, self._global(rank), self._group) for rank, value in raw.items()]
-        messages += [dist.P2POp(dist.irecv, value, self._global(rank), self._group) for rank, value in space.items()]
-        for work in dist.batch_isend_irecv(messages) if messages else ():
-            work.wait()
-        return {rank: space[rank].to(device).view(dtype).reshape(*shape) for rank, (shape, dtype) in received.items()}
+        messages = [dist.P2POp(dist.irecv, value, self._global(rank), self._group) for rank, value in space.items()]
+        messages += [dist.P2POp(dist.isend, value, self._global(rank), self._group) for rank, value in raw.items()]
+        works = dist.batch_isend_irecv(messages) if messages else []
+        return Swap(works, list(raw.values()), space, received, device)
 
     def post(self, value: torch.Tensor, rank: int) -> Work:
         """Begin to send a tensor to another rank, which calls `receive`; messages to a rank keep their order."""

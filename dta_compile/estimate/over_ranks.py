@@ -26,7 +26,8 @@ from dta_compile.estimate.predict import (
 from dta_compile.options import Options
 from dta_compile.plan import Limits, Plan, PrefixTree, Schedule, balance, bytes_of_halves, make_plan, simulate
 from dta_compile.plan.cost import BUDGET_SHARE, BY_CHUNKS, BY_STAGES, chunk_sizes
-from dta_compile.plan.dealing import Dealing, deal_out, exchange_seconds
+from dta_compile.plan.dealing import blocks, deal_out, exchange_seconds, schedule_of
+from dta_compile.plan.division.pieces import Dealing
 from dta_compile.plan.plan import plan_one_tree
 
 
@@ -90,20 +91,38 @@ class OverRanks:
 
     def one_tree(self, sequences: Sequence[Recorded], rank: int, mode: str = "transparent") -> tuple[RanksStep, Plan]:
         """Deal one tree out; return its step and the plan of a rank."""
-        tree = tree_of(sequences)
+        tree, count = tree_of(sequences), self.ranks.count
         limits = self._limits(tree, sequences).of_sweep("stages")
-        dealing, kept = deal_out(tree, self.options, limits, mode, self.ranks.count)
+        plan = plan_one_tree(tree, self.options, limits, mode, rank, count, self.link)
+        return self._step(tree, limits, count, mode), plan
+
+    def in_parts(self, sequences: Sequence[Recorded], size: int, mode: str = "transparent") -> RanksStep:
+        """Divide the sequences over parts of `size` ranks by `balance`; each part runs one tree of its own."""
+        steps = []
+        cost = self._limits(PrefixTree.build([]), []).cost
+        for group in balance(tree_of(sequences), self.ranks.count // size, cost):
+            own = [sequences[i] for i in group]
+            tree = tree_of(own)
+            steps.append(self._step(tree, self._limits(tree, own).of_sweep("stages"), size, mode))
+        slowest, imbalance = max(steps, key=lambda step: step.seconds), _imbalance([step.seconds for step in steps])
+        tokens, received = sum(step.tokens for step in steps), max(step.received for step in steps)
+        peak = max(step.peak_bytes for step in steps)
+        imbalance = max(imbalance, slowest.imbalance)
+        return RanksStep(tokens, imbalance, slowest.seconds, slowest.exchange, received, peak)
+
+    def _step(self, tree: PrefixTree, limits: Limits, count: int, mode: str) -> RanksStep:
+        """Return the step of `count` ranks with one tree."""
+        dealing, kept = deal_out(tree, self.options, limits, mode, count)
         seconds, peak = [], 0.0
         slowest = max(range(dealing.ranks), key=lambda number: dealing.costs[number])
         for number in range(dealing.ranks):
-            schedule = dealing.schedule(number, self.options, mode, len(limits.parts), kept)
+            schedule = schedule_of(dealing, number, self.options, mode, len(limits.parts), kept)
             seconds.append(limits.cost.estimate(simulate(tree, schedule, limits.head_starts)))
             peak = max(peak, bytes_of_rank(dealing, number, schedule, limits) + self._held("stages"))
-        of_slowest = dealing.schedule(slowest, self.options, mode, len(limits.parts), kept)
+        of_slowest = schedule_of(dealing, slowest, self.options, mode, len(limits.parts), kept)
         exchange = exchange_seconds(dealing, of_slowest, limits, self.link)
         figures = sum(dealing.tokens), _imbalance(seconds), max(seconds) + exchange, exchange, max(dealing.received)
-        plan = plan_one_tree(tree, self.options, limits, mode, rank, self.ranks.count, self.link)
-        return RanksStep(*figures, peak * (self.shape is not None)), plan
+        return RanksStep(*figures, peak * (self.shape is not None))
 
     def _held(self, sweep: str) -> float:
         return 0.0 if self.shape is None else self.ranks.held(self.shape) + self.ranks.gathered(self.shape, sweep)
@@ -133,8 +152,12 @@ def bytes_of_rank(dealing: Dealing, rank: int, schedule: Schedule, limits: Limit
     share, held = dealing.tokens[rank] / max(dealing.tree.num_rows, 1), dealing.held[rank]
     parts = [part._replace(sent=part.sent * share) for part in limits.parts]
     first, second = bytes_of_halves(dealing.tree, schedule, parts, held, limits.head_starts)
-    # Gradients of states are float32 sums, wider than the states that `bytes_of_halves` counts for them.
-    return max(first, second + held * max(part.footprint.kv_token for part in parts) * (SUM / NUMBER - 1))
+    # Gradients of states are float32 sums, not as wide as the states, as `bytes_of_halves` counts them: those of own
+    # tokens; and those above the piece with the messages that they travel in, of some heads at a time.
+    width = max(part.footprint.kv_token for part in parts)
+    above, own = dealing.most_above[rank], dealing.exported[rank]
+    at_once = 2 * above / blocks(int(above * width))
+    return max(first, second + width * ((own + at_once) * SUM / NUMBER - held))
 
 
 def _imbalance(seconds: Sequence[float]) -> float:

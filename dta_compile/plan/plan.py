@@ -19,7 +19,8 @@ from dta_compile.files import write_output
 from dta_compile.options import MOST_BYTES, Options, as_integer
 from dta_compile.plan.choice import choose_lazily
 from dta_compile.plan.cost import BY_STAGES, Limits, chunk_sizes
-from dta_compile.plan.dealing import LATENCY, NVLINK, Dealing, deal_out, exchange_seconds
+from dta_compile.plan.dealing import LATENCY, NVLINK, deal_out, exchange_seconds, schedule_of
+from dta_compile.plan.division.pieces import Dealing
 from dta_compile.plan.peak_memory import Footprint, PartBytes
 from dta_compile.plan.schedule import Schedule
 from dta_compile.plan.simulate import Simulation, causal_pairs, simulate
@@ -262,7 +263,7 @@ def plan_one_tree(
     dealing, kept = deal_out(tree, options, limits, mode, ranks)
 
     def of_rank(number: int) -> tuple[Schedule, Simulation]:
-        schedule = dealing.schedule(number, options, mode, len(limits.parts), kept)
+        schedule = schedule_of(dealing, number, options, mode, len(limits.parts), kept)
         counts = simulate(tree, schedule, limits.head_starts)
         again = counts.forward.tokens - dealing.tokens[number]
         held = dealing.held[number]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from dta_compile.plan.cost import Limits
-from dta_compile.plan.dealing import Dealing
+from dta_compile.plan.dealing import chunks_of
+from dta_compile.plan.division.pieces import Dealing
 from dta_compile.plan.events import Work, interpret
 from dta_compile.plan.peak_memory import bytes_by_op
 from dta_compile.plan.schedule import Attach, Op, Schedule, extent, format_op
@@ -76,7 +77,7 @@ def processes(
         received = dealing.traffic[:, rank].sum(1).tolist()
         rounds = {
             chunk: {"round": number, "tokens received": received[number]}
-            for number, chunk in zip(numbers, dealing.chunks(rank), strict=True)
+            for number, chunk in zip(numbers, chunks_of(dealing, rank), strict=True)
         }
     traces = [_predicted(tree, schedule, limits, levels, rank, rounds)]
     if estimates.runs:

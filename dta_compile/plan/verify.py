@@ -11,7 +11,8 @@ from typing import NoReturn
 import numpy as np
 
 from dta_compile.errors import ScheduleError
-from dta_compile.plan.dealing import Dealing
+from dta_compile.plan.dealing import chunks_of
+from dta_compile.plan.division.pieces import Dealing
 from dta_compile.plan.events import Interpreter
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule, extent
 from dta_compile.plan.simulate import Simulation, by_group, simulate
@@ -418,7 +419,7 @@ class _PieceReplay(_Replay):
 
     def __init__(self, dealing: Dealing, rank: int, schedule: Schedule) -> None:
         super().__init__(dealing.tree, schedule, False)
-        self.pieces = {chunk: number for number, chunk in enumerate(dealing.chunks(rank))}
+        self.pieces = {chunk: number for number, chunk in enumerate(chunks_of(dealing, rank))}
         own = np.zeros(dealing.tree.num_rows, np.bool_)
         own[dealing.rows(rank)] = True
         self.others, self.written = ~own, ~own

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from dta_compile.errors import PlanError
 from dta_compile.plan import Plan
 from dta_compile.plan.cost import Limits
-from dta_compile.plan.dealing import Dealing
+from dta_compile.plan.division.pieces import Dealing
 from dta_compile.plan.events import Held, interpret
 from dta_compile.plan.peak_memory import bytes_by_op
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Pop, Restore, Schedule, extent
@@ -158,8 +158,7 @@ def _pieces(dealing: Dealing, rank: int, times: IntArray) -> dict[str, Column]:
         start, stop = dealing.piece(rank, number)
         first, last = (int(dealing.bounds[edge * dealing.ranks]) for edge in (number, number + 1))
         times[first:last] = times[start] if start < stop else 1
-    pieces = np.arange(len(dealing.bounds) - 1)
-    return _runs("rank", np.repeat(pieces % dealing.ranks, np.diff(dealing.bounds)))
+    return _runs("rank", np.repeat(dealing.holders, np.diff(dealing.bounds)))
 
 
 def _ranges(tree: PrefixTree, part: Chunk | Slice) -> list[tuple[int, int]]:

@@ -245,3 +245,6 @@ def test_one_tree_over_ranks_runs_fewer_tokens_in_even_shares(config, sequences)
     faster = dataclasses.replace(both, link=2e9).one_tree(sequences, 1)[0]
     assert 0 < faster.exchange < one.exchange and faster.seconds < one.seconds
     assert 0 < one.peak_bytes < H100.memory
+    parts = both.in_parts(sequences, 2)
+    assert one.tokens <= parts.tokens <= own.tokens and parts.received < one.received
+    assert both.in_parts(sequences, 4).seconds == pytest.approx(one.seconds)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from dta_compile.errors import OptionError, PlanError, ScheduleError
 from dta_compile.options import Options
 from dta_compile.plan import CostModel, Footprint, Limits, PartBytes, PrefixTree, Schedule, plan, verify
-from dta_compile.plan.dealing import Dealing, KeptByParts, deal_out, exchange_seconds
+from dta_compile.plan.dealing import KeptByParts, deal_out, exchange_seconds, schedule_of
+from dta_compile.plan.division.pieces import Dealing
 from tests.support.pages import read_page
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), max_size=14), max_size=9)
@@ -39,8 +40,11 @@ def test_pieces_divide_the_rows_evenly(sequences, ranks, most, rates):
     assert sorted(rows.tolist()) == list(range(tree.num_rows))
     assert sum(dealing.tokens) == tree.num_rows
     pieces, longest = costs_of(dealing, rates)
-    assert pieces.max() - pieces.min() <= 2 * longest + 1e-9, "a piece ends at the token nearest to an equal share"
+    of_rounds = pieces.reshape(-1, ranks)
+    assert np.ptp(of_rounds, 1).max() <= 2 * longest + 1e-9, "a piece ends at the token nearest to an equal share"
     assert max(dealing.costs) - min(dealing.costs) <= dealing.rounds * 2 * longest + 1e-9
+    if not rates[1]:
+        assert np.ptp(dealing.tokens) <= 2, "ranks have equally many tokens where these cost the same"
     assert dealing.rounds == 1 or np.diff(dealing.bounds).min() > 0, "every rank takes part in every round"
 
 
@@ -59,9 +63,8 @@ def test_a_piece_reads_one_path_of_earlier_pieces(sequences, ranks, most):
             while (row := int(parents[row])) >= 0:
                 needed.add(row)
         assert needed - set(range(start, stop)) == set(above.tolist())
-        owners = dealing.owners(above)
-        assert (owners < number * ranks + rank).all()
-        for source in owners % ranks:
+        assert (dealing.owners(above) < number * ranks + dealing.place(rank, number)).all()
+        for source in dealing.holders_of(above):
             traffic[number, rank, source] += source != rank
         top, first = dealing.tops[number], dealing.of_top(rank, number)
         assert (above[:first] == top[:first]).all() and not set(top[first:].tolist()) & set(above.tolist())
@@ -134,7 +137,7 @@ def test_what_a_plan_over_ranks_says(tmp_path):
     made.to_html(tmp_path / "page.html")
     page = read_page(tmp_path / "page.html")
     of_rows = np.repeat(page.columns["rankValue"], np.diff(page.columns["rankStart"], append=tokens))
-    assert (of_rows == dealing.owners(np.arange(tokens)) % 3).all()
+    assert (of_rows == dealing.holders_of(np.arange(tokens))).all()
     assert page.facts["ranks"] == {"count": 3, "own": 1, "rounds": 2}
     assert page.columns["forwardsValue"].tolist() == [1], "every token is run once, by one of the ranks"
     made.to_chrome_trace(tmp_path / "trace.json")
@@ -160,16 +163,16 @@ def test_exchange_is_priced_by_bytes_and_messages():
     dealing, _ = deal_out(tree, Options(chunk_size=100), limits, "transparent", 2)
     read = dealing.received[1]
     assert (read, dealing.traffic.tolist()) == (dealing.tokens[0], [[[0, 0], [read, 0]]])
-    schedule = dealing.schedule(1, Options(), "transparent", 2, KeptByParts(2))
+    schedule = schedule_of(dealing, 1, Options(), "transparent", 2, KeptByParts(2))
     seconds = exchange_seconds(dealing, schedule, limits, link=1e3, latency=1.0)
     assert seconds == pytest.approx((1 + 2) * read * 10 / 1e3 + 2 * 2 * 1.0)
-    again = dealing.schedule(1, Options(), "transparent", 2)  # both parts go forward twice
+    again = schedule_of(dealing, 1, Options(), "transparent", 2)  # both parts go forward twice
     more = exchange_seconds(dealing, again, limits, link=1e3, latency=1.0)
     assert more == pytest.approx((2 + 2) * read * 10 / 1e3 + 3 * 2 * 1.0)
     prompt = PrefixTree.build([[0] * 25 + [number] * 25 for number in range(1, 4)])  # ranks 1, 2 and 3 read it
     dealing, _ = deal_out(prompt, Options(chunk_size=100), limits, "score", 4)
     assert dealing.tops[0].tolist() == list(range(25)) and dealing.traffic[0].sum(0).tolist() == [75, 0, 0, 0]
-    sent = exchange_seconds(dealing, dealing.schedule(1, Options(), "score", 2), limits, link=1e3, latency=0.0)
+    sent = exchange_seconds(dealing, schedule_of(dealing, 1, Options(), "score", 2), limits, link=1e3, latency=0.0)
     assert sent == pytest.approx(25 * 10 / 1e3), "each rank passes on what it receives"
     states = dataclasses.replace(limits, footprint=Footprint(kv_token=10.0, state=1.0))
     assert exchange_seconds(dealing, schedule, states, link=1e3, latency=1.0) > seconds, "recurrences run in turn"
@@ -211,3 +214,11 @@ def test_parts_keep_what_saves_most():
     assert kept(21_000, slow_attention) == KeptByParts(3, True)
     assert kept(30_000, slow_attention) == kept(None, slow_attention) == KeptByParts(4, False)
     assert kept(0, slow_attention) == KeptByParts(1, False)
+
+
+def test_ranks_have_equally_many_tokens_of_a_long_path():
+    """Later tokens cost more, so that pieces of equal cost are shorter the later they are: ranks take them in turn."""
+    dealing = dealt([range(4096)], 4, 256, (1.0, 1e-3))
+    assert max(dealing.tokens) < 1.01 * 1024 and dealing.imbalance < 1.01
+    assert dealing.rounds <= 6 and max(np.diff(dealing.bounds)) <= 256
+    assert max(dealing.exported) <= max(dealing.tokens) and max(dealing.most_above) < 4096

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dta_compile.errors import RuntimeContractError
-from dta_compile.runtime.one_tree.call import _checksums, _require_alike
+from dta_compile.runtime.one_tree.facts import checksums, require_alike
 
 
 def facts(widths=(1,), constants=((), [7]), spans=None):
@@ -23,14 +23,14 @@ def facts(widths=(1,), constants=((), [7]), spans=None):
 )
 def test_ranks_that_differ_are_named(of_ranks, ranks):
     with pytest.raises(RuntimeContractError, match=ranks):
-        _require_alike(of_ranks)
-    _require_alike(of_ranks[:1] * 3)
+        require_alike(of_ranks)
+    require_alike(of_ranks[:1] * 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8])
 def test_a_checksum_tells_values_and_their_order_apart(dtype):
     value = torch.arange(1, 9).to(dtype)
     others = [value.flip(0), value[[1, 0, *range(2, 8)]], value + 1, value[:4], value[:0], value[0]]
-    sums = _checksums([value, *others, value.clone().reshape(2, 4)])
+    sums = checksums([value, *others, value.clone().reshape(2, 4)])
     assert len(set(sums[:-1])) == 7 and sums[-1] == sums[0]
-    assert _checksums([]) == []
+    assert checksums([]) == []

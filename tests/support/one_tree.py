@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dta_compile
 from dta_compile.errors import DTAError, RuntimeContractError
+from dta_compile.plan import dealing
+from dta_compile.runtime.one_tree import call
 from tests.support import mixtures, per_layer, recurrent, tensor_parallel
 from tests.support.ranks import EXACT, Trained, Wrapped, assert_equal, reference, trained
 from tests.support.recurrent import no_float32_islands
@@ -73,9 +75,9 @@ def drawn_batches(seed: int, left: bool = False) -> list[Batch]:
         base = list(draw.choice(sequences)) if sequences and draw.random() < 0.8 else []
         base = base[: draw.randint(0, len(base))]
         sequences.append(base + [draw.randrange(5) for _ in range(draw.choice([0, 1, 2, 6, 15]))])
-    path = [draw.randrange(5) for _ in range(30)]
+    line = [draw.randrange(5) for _ in range(30)]
     # The first are one path, a single token, prefixes of each other: on one rank, or on several.
-    sequences = ([path], [path[:1]], [path[:length] for length in (1, 30, 12, 12, 29)], *[sequences] * (seed + 1))[seed]
+    sequences = ([line], [line[:1]], [line[:length] for length in (1, 30, 12, 12, 29)], *[sequences] * (seed + 1))[seed]
     rows: list[list[list[int]]] = [[] for _ in range(world)]
     for sequence in sequences:
         draw.choice(rows).append(sequence)
@@ -92,11 +94,19 @@ def drawn_batches(seed: int, left: bool = False) -> list[Batch]:
 
 
 def drawn(
-    build: Callable[[], nn.Module], seeds: range, left: bool = False, tolerance: float = EXACTLY, **options: Any
+    build: Callable[[], nn.Module],
+    seeds: range,
+    left: bool = False,
+    tolerance: float = EXACTLY,
+    ranks: int = 0,
+    **options: Any,
 ) -> None:
     """Compare outputs of this rank's rows, and gradients summed over ranks, with one process run eagerly.
 
     An optimiser step follows every batch.
+
+    Args:
+        ranks: how many run one tree; 0: all.
     """
     model, eager, rank = build(), build(), dist.get_rank()
     optimizers = [torch.optim.SGD(one.parameters(), lr=1e-2, momentum=0.5) for one in (model, eager)]
@@ -126,6 +136,7 @@ def drawn(
             one.zero_grad()
         plan = dta_compile.last_plan(compiled)
         assert sum(plan.dealing.tokens) == plan.stats.tree_tokens, str(plan)
+        assert plan.dealing.ranks == (ranks or dist.get_world_size())
 
 
 def logprobs(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -152,7 +163,8 @@ def toys() -> Iterator[tuple[str, Callable[[], None]]]:
     for name, build in builds.items():
 
         def run(name: str = name, build: Callable[[], nn.Module] = build) -> None:
-            with no_float32_islands() if name in IN_FLOAT64 else contextlib.nullcontext():
+            of_attention = patch.object(dealing, "BLOCK_BYTES", 1)  # keys and values travel by heads
+            with no_float32_islands() if name in IN_FLOAT64 else of_attention:
                 drawn(lambda: _Toy(build()), range(5), tolerance=IN_FLOAT64.get(name, ISLANDS))
 
         yield f"one tree, {name}", run
@@ -175,7 +187,7 @@ def two_backwards() -> None:
 
 def packed_rows() -> None:
     """Compare packed rows, whose sequences share prefixes with those of other ranks."""
-    with no_float32_islands():
+    with no_float32_islands(), patch.object(dealing, "BLOCK_BYTES", 1):  # keys and values travel by heads
         _packed_rows()
 
 
@@ -210,7 +222,21 @@ def cheaper_or_not() -> None:
     plan = dta_compile.last_plan(compiled)
     chosen: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(chosen, plan.dealing is None)
-    assert len(set(chosen)) == 1 and "one tree over" in str(plan), str(plan)
+    assert len(set(chosen)) == 1 and "one tree takes" in str(plan), str(plan)
+
+
+def in_parts() -> None:
+    """Check that ranks run a tree in each of two parts where that takes least time."""
+
+    plain = call._way
+
+    def way(*arguments: Any) -> Any:
+        made = plain(*arguments)
+        made.plan.estimates.seconds -= 1e9 * (made.size == 2)
+        return made
+
+    with patch.object(call, "_way", way):
+        drawn(TinyLM, range(8), strategy="auto", ranks=2)
 
 
 def failures() -> None:
@@ -250,6 +276,7 @@ SCENARIOS: dict[str, tuple[tuple[int, ...], Callable[[], None]]] = {
     "one tree, packed rows": ((2, 3, 4), packed_rows),
     "one tree, two backwards": ((2, 3), two_backwards),
     "one tree, auto": ((2,), cheaper_or_not),
+    "one tree, in parts": ((4,), in_parts),
     "one tree, failures": ((2, 3), failures),
     **{name: ((2, 3, 4), run) for name, run in toys()},
 }

@@ -7,69 +7,40 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from dta_compile.distributed.group import Group
-from dta_compile.errors import RuntimeContractError
 from dta_compile.executable.chunk import Part
 from dta_compile.executable.executable import ChunkInput
-from dta_compile.plan.dealing import LATENCY, Dealing
-from dta_compile.plan.plan import plan_one_tree
-from dta_compile.plan.simulate import Simulation, simulate
-from dta_compile.plan.tree.lexicographic import codes_of, combine
-from dta_compile.plan.tree.prefix_tree import PrefixTree
-from dta_compile.proofs.mask_class import MaskClass
+from dta_compile.plan.cost import Limits
+from dta_compile.plan.dealing import LATENCY, schedule_of
+from dta_compile.plan.division.pieces import Dealing
+from dta_compile.plan.plan import Plan, plan_one_tree
+from dta_compile.plan.simulate import simulate
 from dta_compile.runtime.calls.executor import Executor
 from dta_compile.runtime.calls.masks import ReadMasks
 from dta_compile.runtime.calls.mixers import runtimes_of
 from dta_compile.runtime.calls.planned_call import PlannedCall
 from dta_compile.runtime.calls.ranks import Ranks
 from dta_compile.runtime.one_tree.executor import PieceExecutor
+from dta_compile.runtime.one_tree.facts import Facts, facts_of, masks_of, require_alike, rows_of_all
 from dta_compile.runtime.one_tree.frontier import ComputedRows, OwnedRows
 from dta_compile.runtime.one_tree.path import PiecePath
 from dta_compile.runtime.one_tree.routes import HeadRoutes, StateRoutes, head_routes, numbers_by_rank, transfer
 from dta_compile.runtime.path.interface import AnyRuntime
-from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens, Integers
+from dta_compile.runtime.rows.batch_rows import BatchRows, Integers
 from dta_compile.runtime.rows.buffers import Gathered
-from dta_compile.runtime.rows.dense_to_tree import entries_first, entry_index, over_batch, to_numpy
+from dta_compile.runtime.rows.dense_to_tree import entries_first, entry_index
 from dta_compile.runtime.rows.upload import upload
 
 # Bytes a second between ranks, and seconds of a message: NVLink of a node; gloo over the loopback, as measured.
 LINKS = {"cuda": (2e11, LATENCY), "cpu": (1e9, 1.2e-4)}
 # Most of own trees' time that one tree may take to be chosen: the host has more to do for it, 1% to 3% in benchmarks.
 WORTHWHILE = 0.95
-
-
-class _Facts(NamedTuple):
-    """What a rank tells the others about its call.
-
-    Attributes:
-        tokens: `[P, C]` for every real token: whether it begins a sequence, whether it is joined with the one before,
-            whether its outputs are used, and the contents of its keys.
-        widths: number of columns of each trunk key, then of each head key.
-        masks: class of each mask, and the numbers that they hide keys by; None: the rank has no tokens.
-        spans: what layers need to know of them: spans, whether there are blocks, and the numbers.
-        columns, from_first: tokens of a row, and whether every sequence begins at the first of its row.
-        constants: shapes and checksums of the values that all tokens read.
-        limits: properties of its machine.
-        counts: counts of the schedule over its own tree.
-    """
-
-    tokens: Integers
-    widths: tuple[int, ...]
-    masks: tuple[list[MaskClass], list[float]] | None
-    spans: Any
-    columns: int
-    from_first: bool
-    constants: Any
-    limits: Any
-    counts: Simulation
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,7 +87,7 @@ class PieceCall(PlannedCall):
     def keeping_nothing(self) -> PieceCall:
         """See `PlannedCall.keeping_nothing`: the same pieces, for another backward, which all ranks run."""
         dealing, limits = self.routes.dealing, self.plan.limits
-        schedule = dealing.schedule(self.group.rank, self.plan.options, "transparent")
+        schedule = schedule_of(dealing, self.group.rank, self.plan.options, "transparent")
         plan = dataclasses.replace(
             self.plan, schedule=schedule, simulation=simulate(dealing.tree, schedule, limits.head_starts)
         )
@@ -166,39 +137,75 @@ class GroupRanks(Ranks):
         return self.inner.with_gradient(active, given)
 
 
-def over_ranks(own: PlannedCall, mode: str, group: Group, is_forced: bool) -> PlannedCall:
-    """Plan one tree of the rows of all ranks; return `own`, the call over this rank's rows, where that is cheaper.
+class _Way(NamedTuple):
+    """One tree over the ranks of a group, or over those of this rank's part of it.
 
-    A collective of all ranks, which decide alike.
+    Attributes:
+        size: number of ranks of each part.
+        facts: what these ranks tell, in order.
+        rows: rows of their tokens.
+        begins: `[size + 1]` position of each rank's first token.
+        plan: plan of this rank.
+    """
+
+    size: int
+    facts: Sequence[Facts]
+    rows: BatchRows
+    begins: list[int]
+    plan: Plan
+
+
+def over_ranks(own: PlannedCall, mode: str, group: Group, is_forced: bool) -> PlannedCall:
+    """Plan one tree of the rows of all ranks, or of each of several equal parts of them, whichever takes least time.
+
+    A collective of all ranks, which decide alike. Returns `own`, the call over this rank's rows, where that is cheaper.
 
     Args:
-        is_forced: run one tree whatever it costs.
+        is_forced: run one tree over all ranks whatever it costs.
 
     Raises:
         RuntimeContractError: on all ranks, if their calls do not fit, or one of them has raised an error.
     """
-    ranks = GroupRanks(group, own.context.ranks)
-    facts = [*group.gather_checked(lambda: _facts(own))]
-    _require_alike(facts)
-    rows, begins = _rows_of_all(own, facts)
+    facts = [*group.gather_checked(lambda: facts_of(own))]
+    require_alike(facts)
     limits = own.plan.limits.agreed([of_rank.limits for of_rank in facts]).of_sweep("stages")
-    limits = dataclasses.replace(limits, head_starts=rows.head_starts)
-    link = LINKS.get(own.device.type, LINKS["cpu"])
-    plan = plan_one_tree(rows.tree, own.plan.options, limits, mode, group.rank, group.size, *link)
-    assert plan.dealing is not None
+    sizes = [size for size in range(group.size, 1, -1) if group.size % size == 0] or [1]
+    ways = [_way(own, mode, facts, limits, group.rank, size) for size in (sizes[:1] if is_forced else sizes)]
     slowest = max(limits.cost.estimate(of_rank.counts) for of_rank in facts)
-    if not is_forced and plan.estimates.seconds >= WORTHWHILE * slowest:
-        note = (
-            f"one tree over {group.size} ranks would take {plan.estimates.seconds / max(slowest, 1e-9):.2f} of the time"
-        )
+    # A part plans its own tree alone, so the others learn of its time.
+    seconds = [way.plan.estimates.seconds for way in ways]
+    seconds = [max(of_ranks) for of_ranks in zip(*(group.gather(seconds) if len(ways) > 1 else [seconds]), strict=True)]
+    way = ways[seconds.index(min(seconds))]
+    times = zip(ways, seconds, strict=True)
+    relative = [f"{number / max(slowest, 1e-9):.2f} over {of_way.size} ranks" for of_way, number in times]
+    note = f"of the time of own trees, one tree takes {', '.join(relative)}"
+    if not is_forced and min(seconds) >= WORTHWHILE * slowest:
         own.plan.estimates.notes.append(note)
         return own
-    plan.estimates.notes += own.plan.estimates.notes
+    way.plan.estimates.notes += [*own.plan.estimates.notes, *([] if is_forced else [note])]
+    return _piece_call(own, GroupRanks(group, own.context.ranks), group.part(way.size), way)
+
+
+def _way(own: PlannedCall, mode: str, facts: Sequence[Facts], limits: Limits, rank: int, size: int) -> _Way:
+    """Plan one tree over the ranks of this rank's part."""
+    first = rank // size * size
+    members = facts[first : first + size]
+    rows, begins = rows_of_all(own, members)
+    limits = dataclasses.replace(limits, head_starts=rows.head_starts)
+    link = LINKS.get(own.device.type, LINKS["cpu"])
+    plan = plan_one_tree(rows.tree, own.plan.options, limits, mode, rank - first, size, *link)
+    return _Way(size, members, rows, begins, plan)
+
+
+def _piece_call(own: PlannedCall, ranks: Ranks, group: Group, way: _Way) -> PieceCall:
+    """Return the call of a rank's pieces; `ranks` decide together, `group` runs one tree."""
+    rows, begins, plan = way.rows, way.begins, way.plan
+    assert plan.dealing is not None
     routes, heads = StateRoutes(plan.dealing, group.rank), head_routes(rows, plan.dealing, begins, group.rank)
     of_tokens = rows.head_rows.reshape(-1)[begins[group.rank] : begins[group.rank + 1]]
     layout = dataclasses.replace(own.layout, rows=_own_heads(own, of_tokens, heads, len(rows.head_positions)))
     wanted = [number for number, is_wanted in enumerate(own.wanted) if is_wanted]
-    spans = _spans(facts) or own.masks
+    spans = masks_of(way.facts) or own.masks
     fields = {field.name: getattr(own, field.name) for field in dataclasses.fields(own)}
     fields |= {
         "context": dataclasses.replace(own.context, ranks=ranks),
@@ -218,102 +225,6 @@ def over_ranks(own: PlannedCall, mode: str, group: Group, is_forced: bool) -> Pl
         inputs=_moved_inputs(own, group, rows, plan.dealing, begins),
         spans=spans,
     )
-
-
-def _facts(own: PlannedCall) -> _Facts:
-    executable, masks = own.executable, own.masks
-    places = np.flatnonzero(masks.valid)
-    starts = masks.starts
-    if starts is None:
-        starts = np.zeros_like(masks.valid)
-        rows = np.flatnonzero(masks.valid.any(1))
-        starts[rows, masks.valid.argmax(1)[rows]] = True
-    joined = np.zeros_like(starts) if masks.joined is None else masks.joined
-    used = np.logical_or.reduce([np.zeros_like(starts), *(mask for mask in own.layout.used if mask is not None)])
-    columns = [flags.reshape(-1)[places].astype(np.int64)[:, None] for flags in (starts, joined, used)]
-    items = (*executable.trunk_keys, *executable.head_keys)
-    keys = [_contents(own, item).reshape(masks.valid.size, -1)[places] for item in items]
-    shared = [own.dense[slot] for slot in executable.constant_inputs]
-    kinds = [(tuple(value.shape), str(value.dtype)) for value in shared]
-    spans = [(mask.window, mask.chunk, mask.block is not None) for mask in masks.classes], masks.fillers
-    return _Facts(
-        np.concatenate([*columns, *keys], 1),
-        tuple(key.shape[1] for key in keys),
-        (masks.classes, masks.fillers) if len(places) else None,
-        spans if len(places) else None,
-        masks.valid.shape[1],
-        masks.from_first,
-        (kinds, _checksums(shared)),
-        own.plan.limits.of_machine,
-        own.plan.simulation,
-    )
-
-
-def _contents(own: PlannedCall, item: ChunkInput) -> Integers:
-    """Return `[B, S, c]` numbers that are equal where the values of a key are, on any rank.
-
-    Values of more than 8 bytes are hashed, to 128 bits.
-    """
-    entries = to_numpy(entries_first(own.dense[item.slot].detach(), item.layout))
-    flat = np.ascontiguousarray(entries.reshape(len(entries), -1))
-    codes = codes_of(flat)[:, None]
-    if flat.dtype.itemsize * flat.shape[1] not in (1, 2, 4, 8):  # else codes are the values themselves
-        _, first, inverse = np.unique(codes[:, 0], return_index=True, return_inverse=True)
-        hashes = [hashlib.blake2b(flat[index].tobytes(), digest_size=16).digest() for index in first.tolist()]
-        codes = np.frombuffer(b"".join(hashes), np.int64).reshape(-1, 2)[inverse.reshape(-1)]
-    window = own.window(item.layout.frame)
-    return np.stack([over_batch(item.layout, code, own.batch, own.tokens, window) for code in codes.T], -1)
-
-
-def _checksums(values: Sequence[torch.Tensor]) -> list[int]:
-    """Return a checksum of each value, of 64 bits and of its order: made where it is, so that few bytes are copied.
-
-    It is the sum of all words, each times a pseudo-random odd number that belongs to its place.
-    """
-    sums = []
-    for value in values:
-        word = torch.int32 if value.dtype.itemsize % 4 == 0 else torch.uint8
-        words = value.detach().contiguous().reshape(-1).view(word).to(torch.int64)
-        places = torch.arange(len(words), device=words.device) * 0x1E3779B97F4A7C15
-        sums.append((words * ((places ^ (places >> 29)) * 0x3F58476D1CE4E5B9 | 1)).sum())
-    return torch.stack([total.to(sums[0].device) for total in sums]).tolist() if sums else []
-
-
-def _require_alike(facts: Sequence[_Facts]) -> None:
-    """Raise `RuntimeContractError` unless the calls of all ranks can be parts of one."""
-    for name, what in _WORDS.items():
-        known = [(rank, getattr(of_rank, name)) for rank, of_rank in enumerate(facts)]
-        (first, value), *others = [(rank, value) for rank, value in known if value is not None] or [(0, None)]
-        for rank, other in others:
-            if value != other:
-                raise RuntimeContractError(
-                    f"one tree over ranks: the calls of ranks {first} and {rank} differ in {what}",
-                    expected="the same model and the same kinds of inputs on all ranks",
-                    got=f"{name} {value!s:.100} and {other!s:.100}",
-                    hint="options={'mesh': None} runs a tree of its own on each rank",
-                )
-
-
-_WORDS = {
-    "widths": "the inputs that tell tokens apart",
-    "constants": "values that all tokens read, such as tables made from the number of columns",
-    "spans": "how far tokens attend",
-}
-
-
-def _rows_of_all(own: PlannedCall, facts: Sequence[_Facts]) -> tuple[BatchRows, list[int]]:
-    """Return the rows of all ranks' tokens, one rank after the other, and `[ranks + 1]` each rank's first position."""
-    tokens = np.concatenate([of_rank.tokens for of_rank in facts])
-    begins = [0, *np.cumsum([len(of_rank.tokens) for of_rank in facts]).tolist()]
-    starts, joined, used = (tokens[:, column].astype(np.bool_)[None] for column in range(3))
-    bounds = np.cumsum([3, *facts[0].widths])
-    contents = [tokens[:, a:b] for a, b in pairwise(bounds.tolist())]
-    keys = [combine(list(columns.T), len(tokens))[None] for columns in contents]
-    trunk = len(own.executable.trunk_keys)
-    # No sequence goes on over the end of a rank.
-    batch = BatchTokens.read(np.ones_like(starts), starts, keys[:trunk], False, joined if joined.any() else None)
-    tree = PrefixTree.build(batch.keys, units=batch.units)
-    return BatchRows.of(batch, tree, keys[trunk:], used), begins
 
 
 class _OwnHeads(NamedTuple):
@@ -343,7 +254,7 @@ def _moved_inputs(
         (True, own.executable.head_inputs, rows.head_positions, of_heads),
     ):
         holders = np.searchsorted(begins, positions, side="right") - 1
-        takers = dealing.owners(of_row) % dealing.ranks
+        takers = dealing.holders_of(of_row)
         places = numbers_by_rank(takers, dealing.ranks)
         way = transfer(holders, np.arange(len(positions)), takers, places, group.rank, group.size)
         sequences, columns = np.divmod(local[positions[way.sent] - begins[group.rank]], own.tokens)
@@ -355,15 +266,3 @@ def _moved_inputs(
             here = torch.empty_like(moved).index_copy_(0, upload(way.places, value.device), moved)
             inputs[item.slot, item.by_depth, of_head] = Gathered(here, torch.arange(len(here), device=value.device))
     return inputs
-
-
-def _spans(facts: Sequence[_Facts]) -> ReadMasks | None:
-    """Return masks with what layers need to know of those of all ranks; None if no rank has tokens."""
-    some = [of_rank for of_rank in facts if of_rank.masks is not None]
-    if not some or some[0].masks is None:
-        return None
-    classes, fillers = some[0].masks
-    columns = max(of_rank.columns for of_rank in some)
-    from_first = all(of_rank.from_first for of_rank in some)
-    valid = np.ones((1, columns), np.bool_)
-    return ReadMasks(valid, None if from_first else np.zeros_like(valid), None, classes, fillers)

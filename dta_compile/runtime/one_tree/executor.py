@@ -13,8 +13,8 @@ from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.runtime.calls.executor import BatchChunk, Executor, merged, unit_tokens
 from dta_compile.runtime.measure.profiler import named
-from dta_compile.runtime.one_tree.path import PieceShape
 from dta_compile.runtime.one_tree.routes import Piece
+from dta_compile.runtime.one_tree.shape import PieceShape
 from dta_compile.runtime.path.stack import PathStack
 from dta_compile.runtime.rows.batch_rows import Integers
 from dta_compile.runtime.rows.buffers import Rows

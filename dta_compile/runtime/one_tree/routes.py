@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dta_compile.plan.dealing import Dealing
+from dta_compile.plan.division.pieces import Dealing
 from dta_compile.runtime.rows.batch_rows import BatchRows, Integers
 
 NONE = np.zeros(0, np.int64)
@@ -97,6 +97,16 @@ class StateRoutes:
         ]
 
     @functools.cached_property
+    def most_read(self) -> list[int]:
+        """By round, the most tokens that a rank reads of others."""
+        counts: list[int] = self.dealing.traffic.sum(2).max(1).tolist()
+        return counts
+
+    def is_earlier(self, other: int, number: int) -> bool:
+        """Return whether the piece of another rank in a round comes before that of this one."""
+        return self.dealing.place(other, number) < self.dealing.place(self.rank, number)
+
+    @functools.cached_property
     def exported(self) -> list[Integers]:
         """By round, the rows of this rank's piece that ranks read in later rounds, itself included, ascending."""
         later: list[list[Integers]] = [[] for _ in range(self.dealing.rounds)]
@@ -104,7 +114,7 @@ class StateRoutes:
             own = (of_round[number].get(self.rank) for of_round in (self.received, self.shared))
             reads = [*self.sent[number].values(), *(read for read in own if read is not None)]
             for rows in (read.earlier for read in reads):
-                rounds = self.dealing.owners(rows) // self.dealing.ranks
+                rounds = self.dealing.rounds_of(rows)
                 for of_round in np.unique(rounds).tolist():
                     later[of_round].append(rows[rounds == of_round])
         return [np.unique(np.concatenate([NONE, *rows])) for rows in later]
@@ -137,7 +147,7 @@ class StateRoutes:
     def _read_states(self, reader: int, number: int, source: int) -> list[int]:
         depths = self.dealing.starts(reader, number)
         rows = self._above(reader, number)[depths[depths > 0] - 1]
-        read: list[int] = np.unique(rows[self.dealing.owners(rows) % self.dealing.ranks == source]).tolist()
+        read: list[int] = np.unique(rows[self.dealing.holders_of(rows) == source]).tolist()
         return read
 
     def _above(self, rank: int, number: int) -> Integers:
@@ -155,10 +165,10 @@ class StateRoutes:
 
     def _of_path(self, path: Integers, number: int, source: int, first: int = 0) -> Read:
         """Return the rows of a path that a rank has, from the depth `first` on."""
-        owners, ranks = self.dealing.owners(path), self.dealing.ranks
-        positions = np.flatnonzero(owners % ranks == source)
+        positions = np.flatnonzero(self.dealing.holders_of(path) == source)
         positions = positions[positions >= first]
-        rows, is_earlier = path[positions], owners[positions] // ranks < number
+        rows = path[positions]
+        is_earlier = self.dealing.rounds_of(rows) < number
         return Read(positions, rows[is_earlier], rows[~is_earlier])
 
 
@@ -233,7 +243,7 @@ def head_routes(rows: BatchRows, dealing: Dealing, begins: Sequence[int], rank: 
     count = len(rows.head_positions)
     owned = [np.unique(part[part < count]) for part in np.split(heads, list(begins[1:-1]))]
     tree_rows = np.searchsorted(rows.head_starts, np.arange(count), side="right") - 1
-    holder = dealing.owners(tree_rows) % size
+    holder = dealing.holders_of(tree_rows)
     number = numbers_by_rank(holder, size)
     moved = np.concatenate([NONE, *owned])
     takers = np.repeat(np.arange(size), [len(part) for part in owned])

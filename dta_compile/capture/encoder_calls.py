@@ -74,7 +74,7 @@ def encode(handle: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     is_trained = torch.is_grad_enabled() and (encoder.is_trained or any(tensor.requires_grad for tensor in tensors))
     with mode:
         return tuple(
-            torch.empty(number, width, dtype=dtype, device=device, requires_grad=is_trained)
+            torch.empty(number, width, dtype=dtype, device=device, requires_grad=is_trained and dtype.is_floating_point)
             for width, dtype, device in encoder.form.widths or ((1, torch.float32, tensors[0].device),)
         )
 
@@ -152,7 +152,7 @@ def _encoded(self: Any, method: Callable[..., Any], args: tuple[Any, ...], kwarg
     """Return what a method returns, with the features of all units together; Dynamo traces this.
 
     A call in a checkpoint, or with arguments of other types, is left to run as it is between two graphs: the values
-    that its tensors have in the call that is being compiled are not known. So is one whose features a mask selects.
+    that its tensors have in the call that is being compiled are not known. So is one that returns other integers.
     """
     tensors: list[torch.Tensor] = []
     positional = tuple([_constant(value, tensors) for value in args])
@@ -161,7 +161,7 @@ def _encoded(self: Any, method: Callable[..., Any], args: tuple[Any, ...], kwarg
         return torch.compiler.disable(method)(self, *args, **kwargs)
     handle = _handle("Encoder", self, method, positional, keyword)
     features = encode(handle, *tensors)
-    if _has_masks(handle):
+    if _has_others(handle):
         return torch.compiler.disable(method)(self, *args, **kwargs)
     for name in _modules(handle):
         for weight in self.get_submodule(name).parameters():
@@ -191,10 +191,15 @@ def _constant(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _restored(form: Any, features: Iterator[torch.Tensor]) -> Any:
-    """Return features in the form that the method gives them; lists of one tensor per unit have one for all units."""
+    """Return features in the form that the method gives them; lists of one tensor per unit have one for all units.
+
+    Of masked features there are those that are used alone, with a mask that is true for each.
+    """
     if form[0] == "tensor":
         value = next(features)
         return value if form[1] == 0 else value.view(-1, form[1], value.shape[-1])
+    if form[0] in ("masked", "mask"):
+        return next(features).unsqueeze(0) if form[0] == "masked" else next(features).squeeze(-1).unsqueeze(0)
     if form[0] == "constant":
         return form[1]
     items = [_restored(inner, features) for inner in form[1:]] if len(form) > 1 else [next(features)]
@@ -223,8 +228,8 @@ def _fields(handle: int) -> tuple[tuple[str, Any], ...]:
 
 
 @torch.compiler.assume_constant_result
-def _has_masks(handle: int) -> bool:
-    return encoder_of(handle).form.has_masks
+def _has_others(handle: int) -> bool:
+    return encoder_of(handle).form.has_others
 
 
 @torch.compiler.assume_constant_result

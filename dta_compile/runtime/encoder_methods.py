@@ -131,7 +131,7 @@ class Form:
         widths: by feature tensor `[n, D]`, its D, dtype and device.
         modules: names of the outermost submodules that the method calls.
         weights: names of the model's parameters that the method reads otherwise.
-        has_masks: a field says which features are those of placeholders, as for the sounds of Gemma 4.
+        has_others: a field is neither features nor the mask of those that are used.
     """
 
     returned: type
@@ -139,7 +139,7 @@ class Form:
     widths: tuple[tuple[int, torch.dtype, torch.device], ...]
     modules: tuple[str, ...]
     weights: tuple[str, ...]
-    has_masks: bool
+    has_others: bool
 
     @property
     def per_entry(self) -> int:
@@ -151,7 +151,8 @@ def _form(value: Any, has_levels: bool) -> Any:
     """Return the form of features.
 
     That of a tensor `[units, T, D]` is `("tensor", T)`, of a tensor `[n, D]` `("tensor", 0)`, of a list of one tensor
-    per unit `("list",)` or `("tuple",)`; a list of levels is followed by the forms of these.
+    per unit `("list",)` or `("tuple",)`; a list of levels is followed by the forms of these. With a mask of the features
+    that are used (`Output`), it is `("masked",)`, and that of the mask `("mask",)`: neither has the others.
     """
     if isinstance(value, torch.Tensor):
         return ("tensor", value.shape[1] if value.dim() == 3 else 0)
@@ -163,8 +164,33 @@ def _form(value: Any, has_levels: bool) -> Any:
     return ("constant", value)
 
 
+def _with_mask(fields: tuple[tuple[str, Any], ...], output: Any) -> tuple[tuple[str, Any], ...]:
+    """Return the fields with that of a mask `[units, T]` of features `[units, T, D]`, if the output has one."""
+    of_units = {getattr(output, name).shape[:-1] for name, form in fields if form[0] == "tensor" and form[1]}
+    others = output.items() if isinstance(output, Mapping) and len(of_units) == 1 else ()
+    masks = [name for name, value in others if _is_of_integers(value) and value.shape in of_units]
+    if len(masks) != 1 or output[masks[0]].dtype is not torch.bool or any(form[0] != "tensor" for _, form in fields):
+        return fields
+    return (*((name, ("masked", masks[0])) for name, _ in fields), (masks[0], ("mask",)))
+
+
+def _is_of_integers(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_floating_point()
+
+
+def _features_in(output: Any, fields: tuple[tuple[str, Any], ...]) -> Iterator[torch.Tensor]:
+    """Yield the features of all units in a method's output, as `[n, D]`."""
+    for name, form in fields:
+        value = getattr(output, name)
+        if form[0] == "masked":
+            yield value[getattr(output, form[1]).to(value.device)]
+        elif form[0] == "mask":
+            yield value[value][:, None]
+        else:
+            yield from _leaves(value, form)
+
+
 def _leaves(value: Any, form: Any) -> Iterator[torch.Tensor]:
-    """Yield the features in a value as `[n, D]`, those of all units together."""
     if form[0] == "tensor":
         yield value.reshape(-1, value.shape[-1])
     elif form[0] != "constant" and len(form) == 1:
@@ -291,17 +317,18 @@ class Encoder(MethodCall):
             values.append((HIDDEN, hidden, False))
         fields = tuple((name, _form(value, has_levels)) for name, value, has_levels in values if value is not None)
         outermost = [name for name in called if not any(name.startswith(f"{other}.") for other in called)]
-        leaves = [leaf for name, form in fields for leaf in _leaves(getattr(output, name), form)]
-        widths = tuple((leaf.shape[-1], leaf.dtype, leaf.device) for leaf in leaves)
+        fields = _with_mask(fields, output)
+        widths = tuple((leaf.shape[-1], leaf.dtype, leaf.device) for leaf in _features_in(output, fields))
         # All weights of modules that are called, since kernels that are no operators read them unseen.
         inside = {id(weight): weight for name in outermost for weight in self.module.get_submodule(name).parameters()}
         others = reads.weights.keys() - inside.keys()
         named = self.module.named_parameters(remove_duplicate=False)
         weights = tuple(name for name, weight in named if id(weight) in others)
         self.is_trained = any(weight.requires_grad for weight in (reads.weights | inside).values())
-        values_of_output = output.values() if isinstance(output, Mapping) else ()
-        has_masks = any(isinstance(value, torch.Tensor) and not value.is_floating_point() for value in values_of_output)
-        self._form = Form(type(output), fields, widths, tuple(outermost), weights, has_masks)
+        known = dict(fields)
+        items = output.items() if isinstance(output, Mapping) else ()
+        has_others = any(_is_of_integers(value) and name not in known for name, value in items)
+        self._form = Form(type(output), fields, widths, tuple(outermost), weights, has_others)
         self._one_by_one = bool(fields) and fields[0][1] == ("tensor", 0)
         self._bytes_per_row = None
         self.refusal = self._refusal_of(trial.is_random, self._modules())
@@ -309,9 +336,10 @@ class Encoder(MethodCall):
     def _features(self, tensors: Sequence[torch.Tensor]) -> tuple[Tensors, list[int]]:
         """Run the method; return its features, and how many of them each entry of its output has."""
         output = self.run(tensors)
-        leaves = [leaf for name, form in self.form.fields for leaf in _leaves(getattr(output, name), form)]
-        entries = getattr(output, self.form.fields[0][0])
-        return tuple(leaves), [entry.numel() // entry.shape[-1] for entry in entries]
+        (name, form), *_ = self.form.fields
+        entries = getattr(output, form[1] if form[0] == "masked" else name)
+        lengths = [int(entry.sum()) if form[0] == "masked" else entry.numel() // entry.shape[-1] for entry in entries]
+        return tuple(_features_in(output, self.form.fields)), lengths
 
     def _of_units(self, batch: Batch, units: Sequence[int]) -> tuple[Tensors, list[int]]:
         """Encode some of the units; return their features, and how many of them each unit has."""
@@ -428,7 +456,7 @@ class Encoder(MethodCall):
             alone = [self._of_units(batch, [unit])[0] for unit in first]
         for level, found in enumerate(together):
             expected = torch.cat([alone[kind][level] for kind in kinds])
-            if expected.shape != found.shape or not _is_close(expected, found, TOLERANCES[found.dtype]):
+            if expected.shape != found.shape or not _is_close(expected, found, TOLERANCES.get(found.dtype, 0.0)):
                 raise dependence(self.name, "other features of an image alone than of all images")
 
     def _refusal_of(self, is_random: bool, modules: Sequence[nn.Module]) -> RefusalError | None:

@@ -8,6 +8,7 @@ from tensors (`tolist`), which breaks the graph. In graphs for this backend each
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from dta_compile.capture.dynamo import (
     examples,
     graph_being_traced,
     is_in_nested_graph,
+    modules_at_hand,
     is_tracing,
     outside_of_trace,
 )
@@ -37,8 +39,10 @@ from dta_compile.runtime.encoder_methods import (
     positions_of,
     register,
 )
+from dta_compile.runtime.encoder_modules import IDS, TOKENS, EncoderModule
 from dta_compile.torch_compat import TAKES_MODULES, wrap_once
-from dta_compile.torch_compat.dynamo import UserFunctionVariable, trace_rules
+from dta_compile.torch_compat import frames
+from dta_compile.torch_compat.dynamo import InstructionTranslator, UserFunctionVariable, trace_rules
 from dta_compile.torch_compat.tensors import FakeTensor
 
 MODELS = "transformers.modeling_utils"
@@ -163,14 +167,63 @@ def _encoded(self: Any, method: Callable[..., Any], args: tuple[Any, ...], kwarg
     features = encode(handle, *tensors)
     if _has_others(handle):
         return torch.compiler.disable(method)(self, *args, **kwargs)
-    for name in _modules(handle):
-        for weight in self.get_submodule(name).parameters():
-            weight.requires_grad  # noqa: B018  # guarded, so that a call with other trained weights is traced anew
-    for name in _weights(handle):
-        self.get_parameter(name).requires_grad  # noqa: B018
+    _guard_trained(self, handle)
     left = iter(features)
     fields = {name: _restored(form, left) for name, form in _fields(handle)}
     return _class(handle)(**fields) if fields else method(self, *args, **kwargs)
+
+
+def _guard_trained(self: Any, handle: int) -> None:
+    """Have a call with other trained weights traced anew: Dynamo guards what is read here."""
+    for name in _modules(handle):
+        for weight in self.get_submodule(name).parameters():
+            weight.requires_grad  # noqa: B018
+    for name in _weights(handle):
+        self.get_parameter(name).requires_grad  # noqa: B018
+
+
+def _putting(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the `forward` of a module that may put features at tokens itself: see `EncoderModule`."""
+
+    @functools.wraps(method)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() and traces_for_this_backend() and not is_in_nested_graph():
+            given = dict(zip(_parameters(method), args, strict=False)) | kwargs
+            ids, tokens = given.get(IDS), given.get(TOKENS)
+            media = [value for name, value in given.items() if isinstance(value, torch.Tensor) and name != TOKENS]
+            has_media = any(value.is_floating_point() for value in media)
+            if isinstance(tokens, torch.Tensor) and isinstance(ids, torch.Tensor) and has_media:
+                if all(map(_is_known, given.values())):
+                    return _with_features(self, method, given)
+        return method(self, *args, **kwargs)
+
+    return forward
+
+
+def _with_features(self: Any, method: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Return tokens with features of media at their placeholders; Dynamo traces this."""
+    ids, tokens = given[IDS], given[TOKENS]
+    tensors: list[torch.Tensor] = []
+    others = {**given, TOKENS: (int(tokens.shape[-1]), tokens.dtype)}
+    keyword = tuple([(name, _constant(value, tensors)) for name, value in others.items()])
+    handle = _handle("EncoderModule", self, method, (), keyword)
+    features = encode(handle, *tensors)
+    if _token(handle) is None:
+        return method(self, **given)
+    _guard_trained(self, handle)
+    return tokens.masked_scatter((ids == _token(handle))[..., None].expand_as(tokens), features[0])
+
+
+@torch.compiler.assume_constant_result
+def _parameters(method: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(method).parameters)[1:]
+
+
+@torch.compiler.assume_constant_result
+def _token(handle: int) -> int | None:
+    encoder = encoder_of(handle)
+    assert isinstance(encoder, EncoderModule)
+    return encoder.token
 
 
 def _is_known(value: Any) -> bool:
@@ -208,7 +261,7 @@ def _restored(form: Any, features: Iterator[torch.Tensor]) -> Any:
 
 @torch.compiler.assume_constant_result
 def _handle(kind: str, module: Any, method: Callable[..., Any], positional: Any, keyword: Any) -> int:
-    kinds: dict[str, type[MethodCall]] = {"Encoder": Encoder, "Positions": Positions}
+    kinds: dict[str, type[MethodCall]] = {"Encoder": Encoder, "EncoderModule": EncoderModule, "Positions": Positions}
     return register(kinds[kind], module, method, Arguments(positional, keyword))
 
 
@@ -245,6 +298,7 @@ def stand_in() -> None:
     # Dynamo looks its own function up by name, whenever its cache of rules is cleared: ours is traced like any other.
     trace_rules.manual_torch_name_rule_map["torch._check_tensor_all"] = UserFunctionVariable
     trace_rules.get_torch_obj_rule_map.cache_clear()
+    wrap_once(InstructionTranslator, "run", _with_modules)
     if MODELS in sys.modules:
         _wrap_models(sys.modules[MODELS])
     else:
@@ -277,6 +331,29 @@ def _checking(check: Callable[..., None]) -> Callable[..., None]:
 @torch.compiler.assume_constant_result
 def _has_encoders() -> bool:
     return any(node.target is encode for node in graph_being_traced().nodes)
+
+
+def _with_modules(run: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap modules that take ids, embeddings and more, and have none of these inside, before a function is traced."""
+
+    def run_with_modules(self: Any) -> None:
+        if frames.is_ours(self.output.compiler_fn):
+            parts = [part for module in modules_at_hand(self) for part in module.modules()]
+            kinds = {type(part) for part in parts if _takes_tokens(type(part))}
+            for part in parts:
+                inner = (type(other) for other in part.modules() if other is not part)
+                if type(part) in kinds and kinds.isdisjoint(inner) and not hasattr(type(part).forward, "of_dta"):
+                    type(part).forward = _putting(type(part).forward)
+                    type(part).forward.of_dta = True
+        run(self)
+
+    return run_with_modules
+
+
+@functools.cache
+def _takes_tokens(cls: Any) -> bool:
+    names = inspect.signature(cls.forward).parameters
+    return IDS in names and TOKENS in names
 
 
 def _wrap_models(module: types.ModuleType) -> None:

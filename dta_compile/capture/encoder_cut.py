@@ -23,6 +23,7 @@ from dta_compile.integrations.layer_groups import gather_to_encode
 from dta_compile.ops.feature_tables import TABLE_ROWS
 from dta_compile.passes.program import ancestors, memory, name_of, output_node, writes_of
 from dta_compile.runtime.encoder_methods import Encoder, encoder_of
+from dta_compile.runtime.encoder_modules import EncoderModule
 from dta_compile.runtime.encoders import as_table
 
 # Calls between an encoder and the use of its features that treat each feature by itself.
@@ -130,7 +131,8 @@ def without_encoder_calls(module: fx.GraphModule) -> EncoderCalls | None:
     returned = _take_outputs(graph, copied_calls)
     _erase_assertions(graph, copied_calls)
     eliminate_dead_code(graph)
-    if module.graph.find_nodes(op="call_function", target=check_counts):
+    puts = any(isinstance(encoder_of(call.args[0]), EncoderModule) for call in calls)
+    if puts or module.graph.find_nodes(op="call_function", target=check_counts):
         for index in graph.find_nodes(op="call_function", target=TABLE_ROWS):
             index.kwargs = {"exact": True}
     remaining.recompile()

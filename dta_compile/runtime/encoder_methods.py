@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -151,8 +152,8 @@ def _form(value: Any, has_levels: bool) -> Any:
     """Return the form of features.
 
     That of a tensor `[units, T, D]` is `("tensor", T)`, of a tensor `[n, D]` `("tensor", 0)`, of a list of one tensor
-    per unit `("list",)` or `("tuple",)`; a list of levels is followed by the forms of these. With a mask of the features
-    that are used (`Output`), it is `("masked",)`, and that of the mask `("mask",)`: neither has the others.
+    per unit `("list",)` or `("tuple",)`; a list of levels is followed by the forms of these. Features that a mask of the
+    output selects are `("masked", its name)`, the mask is `("mask",)`: they are returned without the others.
     """
     if isinstance(value, torch.Tensor):
         return ("tensor", value.shape[1] if value.dim() == 3 else 0)
@@ -241,7 +242,10 @@ class Encoder(MethodCall):
         kept_bytes: about the activations of the last call that are kept at a time.
         is_trained: whether a parameter that makes features requires a gradient, wherever it belongs; as of `learn`.
         refusal: why the method cannot run once per distinct unit, known after `learn`.
+        shared: names of arguments that belong to all units.
     """
+
+    shared: tuple[str, ...] = ()
 
     def __init__(self, module: nn.Module, method: Callable[..., Any], arguments: Arguments) -> None:
         super().__init__(module, method, arguments)
@@ -308,7 +312,7 @@ class Encoder(MethodCall):
 
     def learn(self, tensors: Sequence[torch.Tensor]) -> None:
         """Run the method once without gradients to see what it returns, and which modules and parameters it uses."""
-        no_batch_norm, trial = _training_without_batch_norm(self.module), _Trial(self.module)
+        no_batch_norm, trial = _training_without_batch_norm(self.module), Trial(self.module)
         with no_batch_norm, _called(self.module) as called, trial, _Weights() as reads:
             output = self.run(tensors)
         values = [(name, getattr(output, name, None), has_levels) for name, has_levels in FIELDS]
@@ -394,9 +398,9 @@ class Encoder(MethodCall):
     def _batch(self, tensors: Tensors) -> Batch | None:
         """Return the arguments as a batch of units; None if units cannot be told apart."""
         names = self._names()
-        own = {name: tensor for name, tensor in zip(names, tensors, strict=True) if name}
+        own = {name: tensor for name, tensor in zip(names, tensors, strict=True) if name not in ("", *self.shared)}
         # A list of tensors has no common dimension of units, and what a method only passes on may be of anything.
-        is_list = len(own) != sum(map(bool, names))
+        is_list = len(own) != sum(name not in ("", *self.shared) for name in names)
         is_passed_on = any(tensor.dim() for name, tensor in zip(names, tensors, strict=True) if not name)
         # Equal tensors that require gradients have gradients of their own.
         is_shared = any(tensor.dim() == 0 or tensor.requires_grad for tensor in own.values())
@@ -441,7 +445,7 @@ class Encoder(MethodCall):
             return
         if refusal := self._refusal_of(False, self._modules()):
             raise refusal
-        with _Trial(self.module) as trial:
+        with Trial(self.module) as trial:
             together, lengths = self._features(tensors)
         if refusal := self._refusal_of(trial.is_random, []):
             raise refusal
@@ -475,7 +479,7 @@ def _is_close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     return bool(torch.linalg.vector_norm(one - other) <= tolerance * torch.linalg.vector_norm(other))
 
 
-class _Trial:
+class Trial:
     """Run without gradients; the random state is kept, and `is_random` tells whether it was read.
 
     (Operators cannot be asked: torch's attention counts as random, though it draws nothing without dropout.)
@@ -490,15 +494,22 @@ class _Trial:
         of_devices = (torch.get_device_module(device).get_rng_state(device) for device in self.devices)
         return [torch.get_rng_state(), *of_devices]
 
-    def __enter__(self) -> _Trial:
+    @staticmethod
+    def _state_of_numpy() -> tuple[bytes, Any]:
+        state: Any = np.random.get_state()
+        return state[1].tobytes(), state[2:]
+
+    def __enter__(self) -> Trial:
         self._grad = torch.no_grad()
         self._grad.__enter__()
-        self._before = self._state()
+        self._before, self._of_numpy = self._state(), (np.random.get_state(), self._state_of_numpy())
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._grad.__exit__(*error)
-        self.is_random = not all(map(torch.equal, self._before, self._state()))
+        before, of_numpy = self._of_numpy
+        self.is_random = not all(map(torch.equal, self._before, self._state())) or of_numpy != self._state_of_numpy()
+        np.random.set_state(before)
         torch.set_rng_state(self._before[0])
         for device, state in zip(self.devices, self._before[1:], strict=True):
             torch.get_device_module(device).set_rng_state(state, device)

@@ -7,7 +7,7 @@
 Dynamo would end the graph at such a condition, since it depends on data. Over no rows the branch does nothing, so the
 graph always takes it. That is proven where the branch ends: what it writes to values from before it, it writes at
 positions of the selection, and no other variable that is read later has changed. Otherwise the call is traced again,
-and the graph ends at the condition. Parameters that a skipped branch would have used get gradients of zero, not none.
+and the graph ends at the condition, unless it is one about inputs (`questions`). Parameters that a skipped branch would have used get gradients of zero, not none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from dta_compile.capture import dynamo
-from dta_compile.capture.graph_breaks import hit_loops, selections
+from dta_compile.capture.graph_breaks import hit_loops, questions, selections
 from dta_compile.passes.program import name_of
 from dta_compile.torch_compat.dynamo import (
     BaseListVariable,
@@ -79,6 +79,9 @@ def taking_branches(step: Callable[[Any], bool]) -> Callable[[Any], bool]:
                 _open(self.output).pop()
             if instruction.opname in STEPS and self.stack and dynamo.takes_branches(self.output):
                 STEPS[instruction.opname](self, instruction)
+            if instruction.opname in JUMPS and self.stack and isinstance(self.stack[-1], TensorVariable):
+                if (is_true := questions.answer(self, self.stack[-1].as_proxy().node)) is not None:
+                    self.stack[-1] = ConstantVariable.create(is_true)
         return step(self)
 
     return step_taking_branches

@@ -122,7 +122,11 @@ def without_encoder_calls(module: fx.GraphModule) -> EncoderCalls | None:
     for refusal in (encoder_of(call.args[0]).refusal for call in calls):
         if refusal is not None:
             raise refusal
-    insertions = [found for found in insertions_of(module.graph) if not ancestors([found.features]).isdisjoint(calls)]
+    modules = {call: made for call in calls if isinstance(made := encoder_of(call.args[0]), EncoderModule)}
+    ids = ancestors([call.args[1 + made.number_of_ids] for call, made in modules.items()])
+    insertions = [
+        found for found in insertions_of(module.graph, ids) if not ancestors([found.features]).isdisjoint(calls)
+    ]
     cut = Cut(module, insertions)
     remaining, copies = cut.remaining()
     graph = remaining.graph
@@ -131,8 +135,7 @@ def without_encoder_calls(module: fx.GraphModule) -> EncoderCalls | None:
     returned = _take_outputs(graph, copied_calls)
     _erase_assertions(graph, copied_calls)
     eliminate_dead_code(graph)
-    puts = any(isinstance(encoder_of(call.args[0]), EncoderModule) for call in calls)
-    if puts or module.graph.find_nodes(op="call_function", target=check_counts):
+    if modules or module.graph.find_nodes(op="call_function", target=check_counts):
         for index in graph.find_nodes(op="call_function", target=TABLE_ROWS):
             index.kwargs = {"exact": True}
     remaining.recompile()

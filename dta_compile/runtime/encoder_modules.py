@@ -36,6 +36,11 @@ class EncoderModule(Encoder):
         super().__init__(*args)
         self.token: int | None = None
 
+    @property
+    def number_of_ids(self) -> int:
+        """Which of the tensor arguments has the ids."""
+        return self._names().index(IDS)
+
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the features `[n, D]` as the attribute `pooler_output`.
 

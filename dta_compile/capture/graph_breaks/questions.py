@@ -7,6 +7,8 @@ answer differs is traced anew. So there are as many graphs as answers.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,17 +28,44 @@ KNOWN = {
 }
 
 
-def answer(translator: Any, condition: fx.Node) -> bool | None:
-    """Return whether a condition is true in this call, under a guard; None if it depends on other values."""
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A condition that one input answers.
+
+    Attributes:
+        answer: in the call that is being compiled.
+        ask: computes the condition from the input.
+        source: of the input.
+    """
+
+    answer: bool
+    ask: Callable[[torch.Tensor], torch.Tensor]
+    source: Any
+
+    def guarded(self, translator: Any) -> bool:
+        """Return the answer, and have calls with another one traced anew."""
+
+        def is_as_before(value: torch.Tensor) -> bool:
+            return bool(self.ask(value)) == self.answer
+
+        def guard_answer(builder: Any, guard: Any) -> None:
+            where = f"a condition about {guard.name} is {self.answer}"
+            builder.get_guard_manager(guard).add_lambda_guard(is_as_before, [where], guard.user_stack)
+
+        translator.output.guards.add(self.source.make_guard(guard_answer))
+        return self.answer
+
+
+def asked(translator: Any, condition: fx.Node) -> Question | None:
+    """Return what a condition asks about one input; None if it depends on other values."""
     nodes = ancestors([condition])
-    if not frames.is_ours(translator.output.compiler_fn):
-        return None
     inputs = [node for node in nodes if node.op == "placeholder"]
     is_known = all(name_of(node) in KNOWN and not node.kwargs for node in nodes if node not in inputs)
     if len(inputs) != 1 or not is_known or any(map(selections.is_written, nodes)) or not dynamo.is_data(inputs[0]):
         return None
     argument = inputs[0].meta["grapharg"]
-    if argument.example.is_floating_point() or argument.example.is_complex():
+    is_ours = frames.is_ours(translator.output.compiler_fn)
+    if not is_ours or argument.example.is_floating_point() or argument.example.is_complex():
         return None
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in translator.output.graph.nodes:
@@ -45,14 +74,4 @@ def answer(translator: Any, condition: fx.Node) -> bool | None:
     graph.output(copies[condition])
     ask = fx.GraphModule({}, graph)
     with dynamo.outside_of_trace(), torch.no_grad():
-        known = bool(ask(argument.example))
-
-    def is_as_before(value: torch.Tensor) -> bool:
-        return bool(ask(value)) == known
-
-    def guard_answer(builder: Any, guard: Any) -> None:
-        where = f"{name_of(condition)}(...) of {guard.name} is {known}"
-        builder.get_guard_manager(guard).add_lambda_guard(is_as_before, [where], guard.user_stack)
-
-    translator.output.guards.add(argument.source.make_guard(guard_answer))
-    return known
+        return Question(bool(ask(argument.example)), ask, argument.source)

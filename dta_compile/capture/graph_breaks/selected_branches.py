@@ -80,8 +80,8 @@ def taking_branches(step: Callable[[Any], bool]) -> Callable[[Any], bool]:
             if instruction.opname in STEPS and self.stack and dynamo.takes_branches(self.output):
                 STEPS[instruction.opname](self, instruction)
             if instruction.opname in JUMPS and self.stack and isinstance(self.stack[-1], TensorVariable):
-                if (is_true := questions.answer(self, self.stack[-1].as_proxy().node)) is not None:
-                    self.stack[-1] = ConstantVariable.create(is_true)
+                if (question := questions.asked(self, self.stack[-1].as_proxy().node)) is not None:
+                    self.stack[-1] = ConstantVariable.create(question.guarded(self))
         return step(self)
 
     return step_taking_branches
@@ -124,6 +124,9 @@ def _at_jump(translator: Any, jump: Any) -> None:
         translator.stack[-1] = ConstantVariable.create(is_true)
     elif (found := selections.emptiness(condition)) is not None:
         selection, is_true = found  # and whether the condition is true if something is selected
+        question = questions.asked(translator, condition)
+        if question is not None and question.answer != is_true:
+            return  # nothing is selected in this call: what the branch does then may not even be defined
         following = translator.instructions[translator.instruction_pointer + 1]
         end = jump.target if JUMPS[jump.opname] != is_true else following
         _begin(translator, selection, end, translator.stack[:-1])

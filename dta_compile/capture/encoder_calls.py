@@ -20,8 +20,8 @@ from dta_compile.capture.dynamo import (
     examples,
     graph_being_traced,
     is_in_nested_graph,
-    modules_at_hand,
     is_tracing,
+    modules_at_hand,
     outside_of_trace,
 )
 from dta_compile.errors import RefusalError
@@ -40,8 +40,7 @@ from dta_compile.runtime.encoder_methods import (
     register,
 )
 from dta_compile.runtime.encoder_modules import IDS, TOKENS, EncoderModule
-from dta_compile.torch_compat import TAKES_MODULES, wrap_once
-from dta_compile.torch_compat import frames
+from dta_compile.torch_compat import TAKES_MODULES, frames, wrap_once
 from dta_compile.torch_compat.dynamo import InstructionTranslator, UserFunctionVariable, trace_rules
 from dta_compile.torch_compat.tensors import FakeTensor
 
@@ -185,16 +184,16 @@ def _guard_trained(self: Any, handle: int) -> None:
 def _putting(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the `forward` of a module that may put features at tokens itself: see `EncoderModule`."""
 
+    names = tuple(inspect.signature(method).parameters)[1:]
+
     @functools.wraps(method)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() and traces_for_this_backend() and not is_in_nested_graph():
-            given = dict(zip(_parameters(method), args, strict=False)) | kwargs
-            ids, tokens = given.get(IDS), given.get(TOKENS)
-            media = [value for name, value in given.items() if isinstance(value, torch.Tensor) and name != TOKENS]
-            has_media = any(value.is_floating_point() for value in media)
-            if isinstance(tokens, torch.Tensor) and isinstance(ids, torch.Tensor) and has_media:
-                if all(map(_is_known, given.values())):
-                    return _with_features(self, method, given)
+            given = dict(zip(names, args, strict=False)) | kwargs
+            tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+            has_media = any(value.is_floating_point() for name, value in tensors.items() if name != TOKENS)
+            if has_media and IDS in tensors and TOKENS in tensors and all(map(_is_known, given.values())):
+                return _with_features(self, method, given)
         return method(self, *args, **kwargs)
 
     return forward
@@ -212,11 +211,6 @@ def _with_features(self: Any, method: Callable[..., Any], given: dict[str, Any])
         return method(self, **given)
     _guard_trained(self, handle)
     return tokens.masked_scatter((ids == _token(handle))[..., None].expand_as(tokens), features[0])
-
-
-@torch.compiler.assume_constant_result
-def _parameters(method: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(method).parameters)[1:]
 
 
 @torch.compiler.assume_constant_result
@@ -334,26 +328,27 @@ def _has_encoders() -> bool:
 
 
 def _with_modules(run: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap modules that take ids, embeddings and more, and have none of these inside, before a function is traced."""
+    """Wrap modules that need both ids and embeddings, and have no such modules inside, before a function is traced."""
 
     def run_with_modules(self: Any) -> None:
         if frames.is_ours(self.output.compiler_fn):
-            parts = [part for module in modules_at_hand(self) for part in module.modules()]
-            kinds = {type(part) for part in parts if _takes_tokens(type(part))}
-            for part in parts:
-                inner = (type(other) for other in part.modules() if other is not part)
-                if type(part) in kinds and kinds.isdisjoint(inner) and not hasattr(type(part).forward, "of_dta"):
-                    type(part).forward = _putting(type(part).forward)
-                    type(part).forward.of_dta = True
+            parts: list[Any] = [part for module in modules_at_hand(self) for part in module.modules()]
+            kinds: dict[Any, Any] = {part: type(part) for part in parts}
+            found = {part: kind for part, kind in kinds.items() if _takes_tokens(kind)}
+            for part, kind in found.items():
+                is_inner = not any(other is not part and other in found for other in part.modules())
+                if is_inner and not hasattr(kind.forward, "of_dta"):
+                    kind.forward = _putting(kind.forward)
+                    kind.forward.of_dta = True
         run(self)
 
     return run_with_modules
 
 
 @functools.cache
-def _takes_tokens(cls: Any) -> bool:
-    names = inspect.signature(cls.forward).parameters
-    return IDS in names and TOKENS in names
+def _takes_tokens(kind: Any) -> bool:
+    parameters = inspect.signature(kind.forward).parameters
+    return all(name in parameters and parameters[name].default is inspect.Parameter.empty for name in (IDS, TOKENS))
 
 
 def _wrap_models(module: types.ModuleType) -> None:

@@ -152,8 +152,8 @@ def _form(value: Any, has_levels: bool) -> Any:
     """Return the form of features.
 
     That of a tensor `[units, T, D]` is `("tensor", T)`, of a tensor `[n, D]` `("tensor", 0)`, of a list of one tensor
-    per unit `("list",)` or `("tuple",)`; a list of levels is followed by the forms of these. Features that a mask of the
-    output selects are `("masked", its name)`, the mask is `("mask",)`: they are returned without the others.
+    per unit `("list",)` or `("tuple",)`; a list of levels is followed by the forms of these. Features that a mask of
+    the output selects are `("masked", its name)`, the mask is `("mask",)`: they are returned without the others.
     """
     if isinstance(value, torch.Tensor):
         return ("tensor", value.shape[1] if value.dim() == 3 else 0)

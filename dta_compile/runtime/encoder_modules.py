@@ -48,7 +48,7 @@ class EncoderModule(Encoder):
             RuntimeContractError: they would be put at other tokens.
         """
         ids, puts, _ = self._run(tensors, is_trial=False)
-        if puts.places is None or not torch.equal(puts.places, ids == self.token):
+        if self.token is None or puts.places is None or not torch.equal(puts.places, ids.eq(self.token)):
             raise RuntimeContractError(
                 "features of images (or other media) would be put at other tokens than in the call that was compiled",
                 where=self.name,

@@ -7,7 +7,8 @@
 Dynamo would end the graph at such a condition, since it depends on data. Over no rows the branch does nothing, so the
 graph always takes it. That is proven where the branch ends: what it writes to values from before it, it writes at
 positions of the selection, and no other variable that is read later has changed. Otherwise the call is traced again,
-and the graph ends at the condition, unless it is one about inputs (`questions`). Parameters that a skipped branch would have used get gradients of zero, not none.
+and the graph ends at the condition, unless it is about an input (`questions`). Parameters that a skipped branch would
+have used get gradients of zero, not none.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def taking_branches(step: Callable[[Any], bool]) -> Callable[[Any], bool]:
             if instruction.opname in STEPS and self.stack and dynamo.takes_branches(self.output):
                 STEPS[instruction.opname](self, instruction)
             if instruction.opname in JUMPS and self.stack and isinstance(self.stack[-1], TensorVariable):
-                if (question := questions.asked(self, self.stack[-1].as_proxy().node)) is not None:
+                question = questions.asked(self, self.stack[-1].as_proxy().node)
+                if question is not None:
                     self.stack[-1] = ConstantVariable.create(question.guarded(self))
         return step(self)
 

@@ -154,12 +154,12 @@ class EncodedMedia:
     encoders: Sequence[GraphEncoder]
 
     def calling(
-        self, run: Callable[..., Sequence[Any]], note: Callable[[str, float], None], budget: int | None
+        self, run: Callable[..., Sequence[Any]], note: Callable[[str, float, int], None], budget: int | None
     ) -> Callable[..., Sequence[Any]]:
         """Wrap a callable of the remaining graph as one over the inputs of the captured graph.
 
         Args:
-            note: is given a sentence on what each encoder ran and the bytes that it keeps, after each call.
+            note: is given a sentence on what each encoder ran, the bytes that it keeps and its groups, after each call.
             budget: bytes of activations that each encoder may keep; None: by the device's free memory.
         """
         proven: set[GraphEncoder] = set()
@@ -182,10 +182,10 @@ class EncodedMedia:
                 if found.is_proof:
                     proven.add(encoder)
                 made |= zip(encoder.tables, zip(found.tables, found.rows, strict=True), strict=True)
-                notes.append((found.note, found.kept_bytes))
+                notes.append((found.note, found.kept_bytes, found.groups))
             results = run(*args, *(value for number in sorted(made) for value in made[number]))
-            for sentence, kept_bytes in notes:
-                note(sentence, kept_bytes)
+            for values in notes:
+                note(*values)
             return results
 
         return run_encoded

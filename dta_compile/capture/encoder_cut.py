@@ -53,12 +53,12 @@ class EncoderCalls:
     returned: Mapping[int, tuple[int, tuple[int, ...]]]
 
     def calling(
-        self, run: Callable[..., Sequence[Any]], note: Callable[[str, float], None], budget: int | None
+        self, run: Callable[..., Sequence[Any]], note: Callable[[str, float, int], None], budget: int | None
     ) -> Callable[..., Sequence[Any]]:
         """Wrap a callable of the remaining graph as one over the inputs of the captured graph.
 
         Args:
-            note: is given a sentence on what was encoded and the bytes that it keeps, after each call.
+            note: is given a sentence on what was encoded, the bytes that it keeps and the groups, after each call.
             budget: bytes of activations that each encoder may keep; None: by the device's free memory.
         """
 
@@ -71,12 +71,10 @@ class EncoderCalls:
             pairs = zip(map(as_table, features[: self.read]), rows, strict=False)
             outputs = list(run(*args, *(value for pair in pairs for value in pair), *positions))
             for number, (i, shape) in self.returned.items():
-                is_mask = features[i].dtype is torch.bool
-                outputs[number] = as_table(features[i].flatten()[:, None] if is_mask else features[i])[rows[i]].reshape(
-                    shape
-                )
+                made = features[i].flatten()[:, None] if features[i].dtype is torch.bool else features[i]
+                outputs[number] = as_table(made)[rows[i]].reshape(shape)
             for encoder in encoders.ran:
-                note(encoder.note, encoder.kept_bytes)
+                note(encoder.note, encoder.kept_bytes, encoder.groups)
             return outputs
 
         return run_encoded

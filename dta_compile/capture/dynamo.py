@@ -289,7 +289,7 @@ def _with_preparations(run: Callable[[Any], None]) -> Callable[[Any], None]:
     def run_prepared(self: Any) -> None:
         if not frames.is_ours(self.output.compiler_fn):
             return run(self)
-        modules = list(_modules_at_hand(self))
+        modules = list(modules_at_hand(self))
         _prepare(Sharded, modules)
         if _options_of(self.output.compiler_fn).fallback != "dense":  # dense runs need their checkpoints
             _prepare(CheckpointFlags, modules)
@@ -367,7 +367,7 @@ wrap_once(InstructionTranslator, "run", _with_preparations)
 wrap_once(utils, "get_optimize_ddp_mode", _without_buckets)
 
 
-def _modules_at_hand(translator: Any) -> Iterator[torch.nn.Module]:
+def modules_at_hand(translator: Any) -> Iterator[torch.nn.Module]:
     """Yield the modules that the function to be traced can name.
 
     These are arguments (also in `*args` and `**kwargs`), free and global variables, owners of methods, and attributes

@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import sympy
@@ -154,12 +154,12 @@ class EncodedMedia:
     encoders: Sequence[GraphEncoder]
 
     def calling(
-        self, run: Callable[..., Sequence[Any]], note: Callable[[str, float], None], budget: int | None
+        self, run: Callable[..., Sequence[Any]], note: Callable[[str, float, int], None], budget: int | None
     ) -> Callable[..., Sequence[Any]]:
         """Wrap a callable of the remaining graph as one over the inputs of the captured graph.
 
         Args:
-            note: is given a sentence on what each encoder ran and the bytes that it keeps, after each call.
+            note: is given a sentence on what each encoder ran, the bytes that it keeps and its groups, after each call.
             budget: bytes of activations that each encoder may keep; None: by the device's free memory.
         """
         proven: set[GraphEncoder] = set()
@@ -182,10 +182,10 @@ class EncodedMedia:
                 if found.is_proof:
                     proven.add(encoder)
                 made |= zip(encoder.tables, zip(found.tables, found.rows, strict=True), strict=True)
-                notes.append((found.note, found.kept_bytes))
+                notes.append((found.note, found.kept_bytes, found.groups))
             results = run(*args, *(value for number in sorted(made) for value in made[number]))
-            for sentence, kept_bytes in notes:
-                note(sentence, kept_bytes)
+            for values in notes:
+                note(*values)
             return results
 
         return run_encoded
@@ -201,8 +201,12 @@ def without_encoders(module: fx.GraphModule) -> EncodedMedia | None:
     return Cut(module, insertions).run() if insertions else None
 
 
-def insertions_of(graph: fx.Graph) -> Iterator[_Insertion]:
-    """Yield the nodes that put features at placeholder tokens which are not computed from the media."""
+def insertions_of(graph: fx.Graph, ids: Set[fx.Node] = frozenset()) -> Iterator[_Insertion]:
+    """Yield the nodes that put features at placeholder tokens which are not computed from the media.
+
+    Args:
+        ids: inputs that encoders look tokens up in, and that features do not depend on.
+    """
     media: dict[fx.Node, frozenset[fx.Node]] = {}  # the data that a value depends on
     written: dict[Any, frozenset[fx.Node]] = {}  # the data that was written to memory
     if not any(True for node in graph.nodes for _ in _candidates(node)):
@@ -216,7 +220,7 @@ def insertions_of(graph: fx.Graph) -> Iterator[_Insertion]:
         own = {node} if node.op == "placeholder" and is_data(node) else set()
         media[node] = frozenset(own.union(*map(now, node.all_input_nodes)))
         for features, mask in _candidates(node):
-            of_features, of_mask = now(features), now(mask)
+            of_features, of_mask = now(features) - ids, now(mask)
             is_of_media = of_features and of_mask and of_features.isdisjoint(of_mask)
             if is_of_media and _has_width_of(features, node.args[0]):
                 yield _Insertion(node, features, mask, of_features)

@@ -8,6 +8,7 @@ from tensors (`tolist`), which breaks the graph. In graphs for this backend each
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from dta_compile.capture.dynamo import (
     graph_being_traced,
     is_in_nested_graph,
     is_tracing,
+    modules_at_hand,
     outside_of_trace,
 )
 from dta_compile.errors import RefusalError
@@ -37,8 +39,9 @@ from dta_compile.runtime.encoder_methods import (
     positions_of,
     register,
 )
-from dta_compile.torch_compat import TAKES_MODULES, wrap_once
-from dta_compile.torch_compat.dynamo import UserFunctionVariable, trace_rules
+from dta_compile.runtime.encoder_modules import IDS, TOKENS, EncoderModule
+from dta_compile.torch_compat import TAKES_MODULES, frames, wrap_once
+from dta_compile.torch_compat.dynamo import InstructionTranslator, UserFunctionVariable, trace_rules
 from dta_compile.torch_compat.tensors import FakeTensor
 
 MODELS = "transformers.modeling_utils"
@@ -74,7 +77,7 @@ def encode(handle: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     is_trained = torch.is_grad_enabled() and (encoder.is_trained or any(tensor.requires_grad for tensor in tensors))
     with mode:
         return tuple(
-            torch.empty(number, width, dtype=dtype, device=device, requires_grad=is_trained)
+            torch.empty(number, width, dtype=dtype, device=device, requires_grad=is_trained and dtype.is_floating_point)
             for width, dtype, device in encoder.form.widths or ((1, torch.float32, tensors[0].device),)
         )
 
@@ -152,7 +155,7 @@ def _encoded(self: Any, method: Callable[..., Any], args: tuple[Any, ...], kwarg
     """Return what a method returns, with the features of all units together; Dynamo traces this.
 
     A call in a checkpoint, or with arguments of other types, is left to run as it is between two graphs: the values
-    that its tensors have in the call that is being compiled are not known. So is one whose features a mask selects.
+    that its tensors have in the call that is being compiled are not known. So is one that returns other integers.
     """
     tensors: list[torch.Tensor] = []
     positional = tuple([_constant(value, tensors) for value in args])
@@ -161,16 +164,60 @@ def _encoded(self: Any, method: Callable[..., Any], args: tuple[Any, ...], kwarg
         return torch.compiler.disable(method)(self, *args, **kwargs)
     handle = _handle("Encoder", self, method, positional, keyword)
     features = encode(handle, *tensors)
-    if _has_masks(handle):
+    if _has_others(handle):
         return torch.compiler.disable(method)(self, *args, **kwargs)
-    for name in _modules(handle):
-        for weight in self.get_submodule(name).parameters():
-            weight.requires_grad  # noqa: B018  # guarded, so that a call with other trained weights is traced anew
-    for name in _weights(handle):
-        self.get_parameter(name).requires_grad  # noqa: B018
+    _guard_trained(self, handle)
     left = iter(features)
     fields = {name: _restored(form, left) for name, form in _fields(handle)}
     return _class(handle)(**fields) if fields else method(self, *args, **kwargs)
+
+
+def _guard_trained(self: Any, handle: int) -> None:
+    """Have a call with other trained weights traced anew: Dynamo guards what is read here."""
+    for name in _modules(handle):
+        for weight in self.get_submodule(name).parameters():
+            weight.requires_grad  # noqa: B018
+    for name in _weights(handle):
+        self.get_parameter(name).requires_grad  # noqa: B018
+
+
+def _putting(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the `forward` of a module that may put features at tokens itself: see `EncoderModule`."""
+
+    names = tuple(inspect.signature(method).parameters)[1:]
+
+    @functools.wraps(method)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() and traces_for_this_backend() and not is_in_nested_graph():
+            given = dict(zip(names, args, strict=False)) | kwargs
+            tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+            has_media = any(value.is_floating_point() for name, value in tensors.items() if name != TOKENS)
+            if has_media and IDS in tensors and TOKENS in tensors and all(map(_is_known, given.values())):
+                return _with_features(self, method, given)
+        return method(self, *args, **kwargs)
+
+    return forward
+
+
+def _with_features(self: Any, method: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Return tokens with features of media at their placeholders; Dynamo traces this."""
+    ids, tokens = given[IDS], given[TOKENS]
+    tensors: list[torch.Tensor] = []
+    others = {**given, TOKENS: (int(tokens.shape[-1]), tokens.dtype)}
+    keyword = tuple([(name, _constant(value, tensors)) for name, value in others.items()])
+    handle = _handle("EncoderModule", self, method, (), keyword)
+    features = encode(handle, *tensors)
+    if _token(handle) is None:
+        return method(self, **given)
+    _guard_trained(self, handle)
+    return tokens.masked_scatter((ids == _token(handle))[..., None].expand_as(tokens), features[0])
+
+
+@torch.compiler.assume_constant_result
+def _token(handle: int) -> int | None:
+    encoder = encoder_of(handle)
+    assert isinstance(encoder, EncoderModule)
+    return encoder.token
 
 
 def _is_known(value: Any) -> bool:
@@ -191,10 +238,15 @@ def _constant(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _restored(form: Any, features: Iterator[torch.Tensor]) -> Any:
-    """Return features in the form that the method gives them; lists of one tensor per unit have one for all units."""
+    """Return features in the form that the method gives them; lists of one tensor per unit have one for all units.
+
+    Of masked features there are those that are used alone, with a mask that is true for each.
+    """
     if form[0] == "tensor":
         value = next(features)
         return value if form[1] == 0 else value.view(-1, form[1], value.shape[-1])
+    if form[0] in ("masked", "mask"):
+        return next(features).unsqueeze(0) if form[0] == "masked" else next(features).squeeze(-1).unsqueeze(0)
     if form[0] == "constant":
         return form[1]
     items = [_restored(inner, features) for inner in form[1:]] if len(form) > 1 else [next(features)]
@@ -203,7 +255,7 @@ def _restored(form: Any, features: Iterator[torch.Tensor]) -> Any:
 
 @torch.compiler.assume_constant_result
 def _handle(kind: str, module: Any, method: Callable[..., Any], positional: Any, keyword: Any) -> int:
-    kinds: dict[str, type[MethodCall]] = {"Encoder": Encoder, "Positions": Positions}
+    kinds: dict[str, type[MethodCall]] = {"Encoder": Encoder, "EncoderModule": EncoderModule, "Positions": Positions}
     return register(kinds[kind], module, method, Arguments(positional, keyword))
 
 
@@ -223,8 +275,8 @@ def _fields(handle: int) -> tuple[tuple[str, Any], ...]:
 
 
 @torch.compiler.assume_constant_result
-def _has_masks(handle: int) -> bool:
-    return encoder_of(handle).form.has_masks
+def _has_others(handle: int) -> bool:
+    return encoder_of(handle).form.has_others
 
 
 @torch.compiler.assume_constant_result
@@ -240,6 +292,7 @@ def stand_in() -> None:
     # Dynamo looks its own function up by name, whenever its cache of rules is cleared: ours is traced like any other.
     trace_rules.manual_torch_name_rule_map["torch._check_tensor_all"] = UserFunctionVariable
     trace_rules.get_torch_obj_rule_map.cache_clear()
+    wrap_once(InstructionTranslator, "run", _with_modules)
     if MODELS in sys.modules:
         _wrap_models(sys.modules[MODELS])
     else:
@@ -272,6 +325,30 @@ def _checking(check: Callable[..., None]) -> Callable[..., None]:
 @torch.compiler.assume_constant_result
 def _has_encoders() -> bool:
     return any(node.target is encode for node in graph_being_traced().nodes)
+
+
+def _with_modules(run: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap modules that need both ids and embeddings, and have no such modules inside, before a function is traced."""
+
+    def run_with_modules(self: Any) -> None:
+        if frames.is_ours(self.output.compiler_fn):
+            parts: list[Any] = [part for module in modules_at_hand(self) for part in module.modules()]
+            kinds: dict[Any, Any] = {part: type(part) for part in parts}
+            found = {part: kind for part, kind in kinds.items() if _takes_tokens(kind)}
+            for part, kind in found.items():
+                is_inner = not any(other is not part and other in found for other in part.modules())
+                if is_inner and not hasattr(kind.forward, "of_dta"):
+                    kind.forward = _putting(kind.forward)
+                    kind.forward.of_dta = True
+        run(self)
+
+    return run_with_modules
+
+
+@functools.cache
+def _takes_tokens(kind: Any) -> bool:
+    parameters = inspect.signature(kind.forward).parameters
+    return all(name in parameters and parameters[name].default is inspect.Parameter.empty for name in (IDS, TOKENS))
 
 
 def _wrap_models(module: types.ModuleType) -> None:

@@ -23,11 +23,12 @@ from dta_compile.integrations.layer_groups import gather_to_encode
 from dta_compile.ops.feature_tables import TABLE_ROWS
 from dta_compile.passes.program import ancestors, memory, name_of, output_node, writes_of
 from dta_compile.runtime.encoder_methods import Encoder, encoder_of
+from dta_compile.runtime.encoder_modules import EncoderModule
 from dta_compile.runtime.encoders import as_table
 
 # Calls between an encoder and the use of its features that treat each feature by itself.
 ROW_WISE = {"to", "type", "type_as", "contiguous", "float", "double", "half", "bfloat16", "detach", "clone"}
-SHAPES = {"view", "reshape", "flatten"}
+SHAPES = {"view", "reshape", "flatten", "unsqueeze"}
 SCALES = {"mul", "mul_", "imul", "div", "div_", "truediv", "itruediv"}  # by a number
 
 
@@ -41,7 +42,7 @@ class EncoderCalls:
         before: the graph of feature tensors and positions, over the `inputs` of the captured graph with these numbers.
         calls: by feature tensor, the node in `before` of the encoder that made it.
         read: how many feature tensors the remaining graph reads.
-        returned: by number of an output of the captured graph that is a feature tensor, which one.
+        returned: by number of an output of the captured graph that is a feature tensor, which one, and its shape.
     """
 
     module: fx.GraphModule
@@ -49,15 +50,15 @@ class EncoderCalls:
     inputs: Sequence[int]
     calls: Sequence[fx.Node]
     read: int
-    returned: Mapping[int, int]
+    returned: Mapping[int, tuple[int, tuple[int, ...]]]
 
     def calling(
-        self, run: Callable[..., Sequence[Any]], note: Callable[[str, float], None], budget: int | None
+        self, run: Callable[..., Sequence[Any]], note: Callable[[str, float, int], None], budget: int | None
     ) -> Callable[..., Sequence[Any]]:
         """Wrap a callable of the remaining graph as one over the inputs of the captured graph.
 
         Args:
-            note: is given a sentence on what was encoded and the bytes that it keeps, after each call.
+            note: is given a sentence on what was encoded, the bytes that it keeps and the groups, after each call.
             budget: bytes of activations that each encoder may keep; None: by the device's free memory.
         """
 
@@ -69,10 +70,11 @@ class EncoderCalls:
             rows = [encoders.rows[call] for call in self.calls]
             pairs = zip(map(as_table, features[: self.read]), rows, strict=False)
             outputs = list(run(*args, *(value for pair in pairs for value in pair), *positions))
-            for number, i in self.returned.items():
-                outputs[number] = as_table(features[i])[rows[i]].reshape(-1, *features[i].shape[1:])
+            for number, (i, shape) in self.returned.items():
+                made = features[i].flatten()[:, None] if features[i].dtype is torch.bool else features[i]
+                outputs[number] = as_table(made)[rows[i]].reshape(shape)
             for encoder in encoders.ran:
-                note(encoder.note, encoder.kept_bytes)
+                note(encoder.note, encoder.kept_bytes, encoder.groups)
             return outputs
 
         return run_encoded
@@ -118,7 +120,11 @@ def without_encoder_calls(module: fx.GraphModule) -> EncoderCalls | None:
     for refusal in (encoder_of(call.args[0]).refusal for call in calls):
         if refusal is not None:
             raise refusal
-    insertions = [found for found in insertions_of(module.graph) if not ancestors([found.features]).isdisjoint(calls)]
+    modules = {call: made for call in calls if isinstance(made := encoder_of(call.args[0]), EncoderModule)}
+    ids = ancestors([call.args[1 + made.number_of_ids] for call, made in modules.items()])
+    insertions = [
+        found for found in insertions_of(module.graph, ids) if not ancestors([found.features]).isdisjoint(calls)
+    ]
     cut = Cut(module, insertions)
     remaining, copies = cut.remaining()
     graph = remaining.graph
@@ -127,7 +133,7 @@ def without_encoder_calls(module: fx.GraphModule) -> EncoderCalls | None:
     returned = _take_outputs(graph, copied_calls)
     _erase_assertions(graph, copied_calls)
     eliminate_dead_code(graph)
-    if module.graph.find_nodes(op="call_function", target=check_counts):
+    if modules or module.graph.find_nodes(op="call_function", target=check_counts):
         for index in graph.find_nodes(op="call_function", target=TABLE_ROWS):
             index.kwargs = {"exact": True}
     remaining.recompile()
@@ -147,7 +153,7 @@ def without_encoder_calls(module: fx.GraphModule) -> EncoderCalls | None:
         inputs,
         [copied[_call_of(node)] for node in features],
         len(cut.features),
-        {number: features.index(originals[number]) for number in returned},
+        {number: (features.index(originals[number]), _shape(originals[number])) for number in returned},
     )
 
 
@@ -252,14 +258,30 @@ def _call_of(node: fx.Node) -> fx.Node:
     while node.target is not encode:
         name = name_of(node)
         tensors = [arg for arg in node.all_input_nodes if not isinstance(arg.meta.get("example_value"), torch.SymInt)]
-        is_selected = node.target is operator.getitem and tensors[0].target is encode
+        is_selected = node.target is operator.getitem and (tensors[0].target is encode or _is_mask(node.args[1]))
         is_only = name == "cat" and len(node.args[0]) == 1
-        keeps_width = name in SHAPES and _width(node) == _width(tensors[0])
+        is_of_masks = _is_of_booleans(node) and name in (*SHAPES, "squeeze")
+        keeps_width = name in SHAPES and not is_of_masks and _width(node) == _width(tensors[0])
         is_scaled = name in SCALES and len(node.all_input_nodes) == 1
-        if not (is_selected or is_only or keeps_width or is_scaled or name in ROW_WISE):
+        if not (is_selected or is_of_masks or is_only or keeps_width or is_scaled or name in ROW_WISE):
             raise unknown_use(node)
         node = tensors[0]
     return node
+
+
+def _is_mask(index: Any) -> bool:
+    """Return whether an index is the mask of an encoder's features, which is true for each of them."""
+    return isinstance(index, fx.Node) and _is_of_booleans(index) and _call_of(index).target is encode
+
+
+def _is_of_booleans(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and value.dtype is torch.bool
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    """Return the shape of features in the outputs, with -1 for the size that depends on their number."""
+    return tuple(size if isinstance(size, int) else -1 for size in node.meta["example_value"].shape)
 
 
 def _width(node: fx.Node) -> int:

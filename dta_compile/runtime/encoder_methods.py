@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -131,7 +132,7 @@ class Form:
         widths: by feature tensor `[n, D]`, its D, dtype and device.
         modules: names of the outermost submodules that the method calls.
         weights: names of the model's parameters that the method reads otherwise.
-        has_masks: a field says which features are those of placeholders, as for the sounds of Gemma 4.
+        has_others: a field is neither features nor the mask of those that are used.
     """
 
     returned: type
@@ -139,7 +140,7 @@ class Form:
     widths: tuple[tuple[int, torch.dtype, torch.device], ...]
     modules: tuple[str, ...]
     weights: tuple[str, ...]
-    has_masks: bool
+    has_others: bool
 
     @property
     def per_entry(self) -> int:
@@ -151,7 +152,8 @@ def _form(value: Any, has_levels: bool) -> Any:
     """Return the form of features.
 
     That of a tensor `[units, T, D]` is `("tensor", T)`, of a tensor `[n, D]` `("tensor", 0)`, of a list of one tensor
-    per unit `("list",)` or `("tuple",)`; a list of levels is followed by the forms of these.
+    per unit `("list",)` or `("tuple",)`; a list of levels is followed by the forms of these. Features that a mask of
+    the output selects are `("masked", its name)`, the mask is `("mask",)`: they are returned without the others.
     """
     if isinstance(value, torch.Tensor):
         return ("tensor", value.shape[1] if value.dim() == 3 else 0)
@@ -163,8 +165,33 @@ def _form(value: Any, has_levels: bool) -> Any:
     return ("constant", value)
 
 
+def _with_mask(fields: tuple[tuple[str, Any], ...], output: Any) -> tuple[tuple[str, Any], ...]:
+    """Return the fields with that of a mask `[units, T]` of features `[units, T, D]`, if the output has one."""
+    of_units = {getattr(output, name).shape[:-1] for name, form in fields if form[0] == "tensor" and form[1]}
+    others = output.items() if isinstance(output, Mapping) and len(of_units) == 1 else ()
+    masks = [name for name, value in others if _is_of_integers(value) and value.shape in of_units]
+    if len(masks) != 1 or output[masks[0]].dtype is not torch.bool or any(form[0] != "tensor" for _, form in fields):
+        return fields
+    return (*((name, ("masked", masks[0])) for name, _ in fields), (masks[0], ("mask",)))
+
+
+def _is_of_integers(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_floating_point()
+
+
+def _features_in(output: Any, fields: tuple[tuple[str, Any], ...]) -> Iterator[torch.Tensor]:
+    """Yield the features of all units in a method's output, as `[n, D]`."""
+    for name, form in fields:
+        value = getattr(output, name)
+        if form[0] == "masked":
+            yield value[getattr(output, form[1]).to(value.device)]
+        elif form[0] == "mask":
+            yield value[value][:, None]
+        else:
+            yield from _leaves(value, form)
+
+
 def _leaves(value: Any, form: Any) -> Iterator[torch.Tensor]:
-    """Yield the features in a value as `[n, D]`, those of all units together."""
     if form[0] == "tensor":
         yield value.reshape(-1, value.shape[-1])
     elif form[0] != "constant" and len(form) == 1:
@@ -215,7 +242,10 @@ class Encoder(MethodCall):
         kept_bytes: about the activations of the last call that are kept at a time.
         is_trained: whether a parameter that makes features requires a gradient, wherever it belongs; as of `learn`.
         refusal: why the method cannot run once per distinct unit, known after `learn`.
+        shared: names of arguments that belong to all units.
     """
+
+    shared: tuple[str, ...] = ()
 
     def __init__(self, module: nn.Module, method: Callable[..., Any], arguments: Arguments) -> None:
         super().__init__(module, method, arguments)
@@ -282,7 +312,7 @@ class Encoder(MethodCall):
 
     def learn(self, tensors: Sequence[torch.Tensor]) -> None:
         """Run the method once without gradients to see what it returns, and which modules and parameters it uses."""
-        no_batch_norm, trial = _training_without_batch_norm(self.module), _Trial(self.module)
+        no_batch_norm, trial = _training_without_batch_norm(self.module), Trial(self.module)
         with no_batch_norm, _called(self.module) as called, trial, _Weights() as reads:
             output = self.run(tensors)
         values = [(name, getattr(output, name, None), has_levels) for name, has_levels in FIELDS]
@@ -291,17 +321,18 @@ class Encoder(MethodCall):
             values.append((HIDDEN, hidden, False))
         fields = tuple((name, _form(value, has_levels)) for name, value, has_levels in values if value is not None)
         outermost = [name for name in called if not any(name.startswith(f"{other}.") for other in called)]
-        leaves = [leaf for name, form in fields for leaf in _leaves(getattr(output, name), form)]
-        widths = tuple((leaf.shape[-1], leaf.dtype, leaf.device) for leaf in leaves)
+        fields = _with_mask(fields, output)
+        widths = tuple((leaf.shape[-1], leaf.dtype, leaf.device) for leaf in _features_in(output, fields))
         # All weights of modules that are called, since kernels that are no operators read them unseen.
         inside = {id(weight): weight for name in outermost for weight in self.module.get_submodule(name).parameters()}
         others = reads.weights.keys() - inside.keys()
         named = self.module.named_parameters(remove_duplicate=False)
         weights = tuple(name for name, weight in named if id(weight) in others)
         self.is_trained = any(weight.requires_grad for weight in (reads.weights | inside).values())
-        values_of_output = output.values() if isinstance(output, Mapping) else ()
-        has_masks = any(isinstance(value, torch.Tensor) and not value.is_floating_point() for value in values_of_output)
-        self._form = Form(type(output), fields, widths, tuple(outermost), weights, has_masks)
+        known = dict(fields)
+        items = output.items() if isinstance(output, Mapping) else ()
+        has_others = any(_is_of_integers(value) and name not in known for name, value in items)
+        self._form = Form(type(output), fields, widths, tuple(outermost), weights, has_others)
         self._one_by_one = bool(fields) and fields[0][1] == ("tensor", 0)
         self._bytes_per_row = None
         self.refusal = self._refusal_of(trial.is_random, self._modules())
@@ -309,9 +340,10 @@ class Encoder(MethodCall):
     def _features(self, tensors: Sequence[torch.Tensor]) -> tuple[Tensors, list[int]]:
         """Run the method; return its features, and how many of them each entry of its output has."""
         output = self.run(tensors)
-        leaves = [leaf for name, form in self.form.fields for leaf in _leaves(getattr(output, name), form)]
-        entries = getattr(output, self.form.fields[0][0])
-        return tuple(leaves), [entry.numel() // entry.shape[-1] for entry in entries]
+        (name, form), *_ = self.form.fields
+        entries = getattr(output, form[1] if form[0] == "masked" else name)
+        lengths = [int(entry.sum()) if form[0] == "masked" else entry.numel() // entry.shape[-1] for entry in entries]
+        return tuple(_features_in(output, self.form.fields)), lengths
 
     def _of_units(self, batch: Batch, units: Sequence[int]) -> tuple[Tensors, list[int]]:
         """Encode some of the units; return their features, and how many of them each unit has."""
@@ -366,9 +398,9 @@ class Encoder(MethodCall):
     def _batch(self, tensors: Tensors) -> Batch | None:
         """Return the arguments as a batch of units; None if units cannot be told apart."""
         names = self._names()
-        own = {name: tensor for name, tensor in zip(names, tensors, strict=True) if name}
+        own = {name: tensor for name, tensor in zip(names, tensors, strict=True) if name not in ("", *self.shared)}
         # A list of tensors has no common dimension of units, and what a method only passes on may be of anything.
-        is_list = len(own) != sum(map(bool, names))
+        is_list = len(own) != sum(name not in ("", *self.shared) for name in names)
         is_passed_on = any(tensor.dim() for name, tensor in zip(names, tensors, strict=True) if not name)
         # Equal tensors that require gradients have gradients of their own.
         is_shared = any(tensor.dim() == 0 or tensor.requires_grad for tensor in own.values())
@@ -413,7 +445,7 @@ class Encoder(MethodCall):
             return
         if refusal := self._refusal_of(False, self._modules()):
             raise refusal
-        with _Trial(self.module) as trial:
+        with Trial(self.module) as trial:
             together, lengths = self._features(tensors)
         if refusal := self._refusal_of(trial.is_random, []):
             raise refusal
@@ -428,7 +460,7 @@ class Encoder(MethodCall):
             alone = [self._of_units(batch, [unit])[0] for unit in first]
         for level, found in enumerate(together):
             expected = torch.cat([alone[kind][level] for kind in kinds])
-            if expected.shape != found.shape or not _is_close(expected, found, TOLERANCES[found.dtype]):
+            if expected.shape != found.shape or not _is_close(expected, found, TOLERANCES.get(found.dtype, 0.0)):
                 raise dependence(self.name, "other features of an image alone than of all images")
 
     def _refusal_of(self, is_random: bool, modules: Sequence[nn.Module]) -> RefusalError | None:
@@ -447,7 +479,7 @@ def _is_close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     return bool(torch.linalg.vector_norm(one - other) <= tolerance * torch.linalg.vector_norm(other))
 
 
-class _Trial:
+class Trial:
     """Run without gradients; the random state is kept, and `is_random` tells whether it was read.
 
     (Operators cannot be asked: torch's attention counts as random, though it draws nothing without dropout.)
@@ -462,15 +494,22 @@ class _Trial:
         of_devices = (torch.get_device_module(device).get_rng_state(device) for device in self.devices)
         return [torch.get_rng_state(), *of_devices]
 
-    def __enter__(self) -> _Trial:
+    @staticmethod
+    def _state_of_numpy() -> tuple[bytes, Any]:
+        state: Any = np.random.get_state()
+        return state[1].tobytes(), state[2:]
+
+    def __enter__(self) -> Trial:
         self._grad = torch.no_grad()
         self._grad.__enter__()
-        self._before = self._state()
+        self._before, self._of_numpy = self._state(), (np.random.get_state(), self._state_of_numpy())
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._grad.__exit__(*error)
-        self.is_random = not all(map(torch.equal, self._before, self._state()))
+        before, of_numpy = self._of_numpy
+        self.is_random = not all(map(torch.equal, self._before, self._state())) or of_numpy != self._state_of_numpy()
+        np.random.set_state(before)
         torch.set_rng_state(self._before[0])
         for device, state in zip(self.devices, self._before[1:], strict=True):
             torch.get_device_module(device).set_rng_state(state, device)

@@ -241,5 +241,5 @@ def dependence(where: str, got: str) -> RefusalError:
         where=where,
         expected="an encoder that treats each image by itself, without dropout or batch statistics",
         got=got,
-        hint="call .eval() on the encoder's dropout and batch-norm layers, or encode images outside of the function",
+        hint="call .eval() on the encoder, or its dropout and batch-norm layers, or encode outside of the function",
     )

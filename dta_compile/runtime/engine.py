@@ -323,13 +323,17 @@ class Engine:
         self.timed.append((plan, stopwatch, device))
         self.collect_times()
 
-    def note(self, sentence: str, kept_bytes: float = 0) -> None:
-        """Add a note to the plan of the last call, and what is kept beside it to its predicted peak."""
+    def note(self, sentence: str, kept_bytes: float, groups: int) -> None:
+        """Add a note on an encoder to the plan of the last call, and what it keeps to the plan's predicted peak.
+
+        Several groups are encoded again in the backward, when the tree is gone.
+        """
         if self.last_plan is not None:
             estimates = self.last_plan.estimates
             estimates.notes.append(sentence)
             if estimates.peak_bytes is not None:
-                estimates.peak_bytes += kept_bytes
+                peak = estimates.peak_bytes
+                estimates.peak_bytes = peak + kept_bytes if groups == 1 else max(peak, kept_bytes)
 
     def _note_plan(self, plan: Plan) -> None:
         self.last_plan = plan

@@ -123,3 +123,29 @@ def test_numpy_ids_are_traced_with_symbolic_sizes():
     weighted(compiled(shared_ids().numpy())).backward()
     weighted(compiled(shared_ids(7, 8).numpy())).backward()
     assert dta_compile.last_plan(compiled) and counters["stats"]["unique_graphs"] == 1
+
+
+class Asking(BareLM):
+    """What it computes depends on the ids of a batch, and on the number of some."""
+
+    def forward(self, ids, mask=None):
+        x = self.embedding(ids)
+        if (ids == 3).any() and not (ids[:, 1:] == 4).any():
+            x = self.norm(x)
+        if (ids == 5).sum() > 2:
+            x = x * 2
+        return self.head(self.mix(x))
+
+
+def test_conditions_about_ids_are_answered_and_guarded():
+    counters.clear()
+    model = Asking()
+    compiled = torch.compile(model, backend="dta", options=OPTIONS)
+    common = [8, 9, 6, 7]
+    calls = [[1, 2], [3, 2], [3, 4], [2, 1], [5, 3], [4, 3]]
+    for some in (*calls, *calls):
+        ids = torch.tensor([[*common, *some], [*common, *some[::-1]], [*common, *some]])
+        step = lambda run: (run(ids).sin().sum().backward(),)  # noqa: B023, E731
+        assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))  # noqa: B023
+        assert dta_compile.last_plan(compiled).stats.compression > 1.5
+    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 4

@@ -1,13 +1,17 @@
 """Methods that make features run once per distinct image, with the values and gradients of all images together."""
 
+import dataclasses
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers.utils import ModelOutput
 
-from dta_compile.errors import RefusalError
+from dta_compile.errors import RefusalError, RuntimeContractError
 from dta_compile.runtime.encoder_methods import TENSOR, Arguments, Encoder
+from dta_compile.runtime.encoder_modules import EncoderModule
 from tests.support.helpers import EXACT, FLOAT32_ISLANDS
 from tests.support.vision import FAMILIES, GRIDS, PACKED, build, inputs
 
@@ -77,6 +81,7 @@ def test_images_differ_by_one_bit_and_by_grid():
         (lambda: Model(lambda x: x - x.mean(0)), "of an image alone"),
         (lambda: Model(layer=nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()), "batch norm"),
         (lambda: Model(layer=nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)).double()), "random"),
+        (lambda: (model := Model(lambda x: x * (np.random.rand() if model.training else 1))), "random"),
     ],
 )
 def test_images_that_depend_on_more_than_themselves_are_refused(model, why):
@@ -105,6 +110,63 @@ def test_images_are_encoded_one_by_one_where_features_do_not_say_their_image():
         features, rows = encoder.distinct(*tensors)
         assert rows.tolist() == [0, 1, 2, 3, 0, 1] and "3 images (or other media), 2 different" in encoder.note
         torch.testing.assert_close(features[0][rows], encoder(*tensors)[0])
+
+
+@dataclasses.dataclass
+class Masked(ModelOutput):
+    pooler_output: torch.Tensor | None = None
+    used: torch.Tensor | None = None
+
+
+def test_features_that_a_mask_selects():
+    """Of sounds `[N, 3]` by their lengths, as those of Gemma 4."""
+
+    class Sounds(Model):
+        def get_image_features(self, pixel_values, lengths):
+            features = super().get_image_features(pixel_values).pooler_output.repeat(1, 3, 1)
+            features = features * torch.arange(1, 4)[:, None]
+            return Masked(features, torch.arange(3) < lengths[:, None])
+
+    model, sounds = Sounds(), torch.randn(2, 3, dtype=torch.float64)[[0, 1, 0, 0]]
+    lengths = torch.tensor([2, 3, 2, 1])
+    encoder = Encoder(model, Sounds.get_image_features, Arguments((TENSOR, TENSOR), ()))
+    (features, mask), rows = encoder.distinct(sounds, lengths)
+    output = model.get_image_features(sounds, lengths)
+    torch.testing.assert_close(features[rows], output.pooler_output[output.used])
+    assert mask.all() and len(mask) == 6 and (encoder.units, encoder.runs) == (4, 3)
+
+
+class Putting(nn.Module):
+    """Puts features of sounds `[N, T, 3]` of some lengths at tokens with the id 7, as Phi-4-multimodal does."""
+
+    def __init__(self, after=lambda tokens: tokens):
+        super().__init__()
+        self.layer, self.after = nn.Linear(3, 4).double(), after
+
+    def forward(self, input_ids, inputs_embeds, sounds, lengths):
+        features = torch.cat([self.layer(sound[:length]) for sound, length in zip(sounds, lengths, strict=True)])
+        places = torch.nonzero(input_ids == 7, as_tuple=True)
+        return self.after(inputs_embeds.index_put(indices=places, values=features, accumulate=False))
+
+
+def test_features_that_a_module_puts_at_tokens_itself():
+    ids = torch.tensor([[7, 7, 1, 7, 7], [7, 2, 7, 7, 3]])
+    sounds, lengths = torch.randn(2, 2, 3, dtype=torch.float64)[[0, 1, 0, 0]], torch.tensor([2, 2, 2, 1])
+    arguments = (("input_ids", TENSOR), ("inputs_embeds", (4, torch.float64)), ("sounds", TENSOR), ("lengths", TENSOR))
+    for after, is_put in ((nn.Dropout(0.0), True), (torch.tanh, False), (lambda tokens: tokens.roll(1, 0), False)):
+        module = Putting(after)
+        encoder = EncoderModule(module, Putting.forward, Arguments((), arguments))
+        encoder.learn((ids, sounds, lengths))
+        assert encoder.token == (7 if is_put else None)
+        if is_put:
+            (features,), rows = encoder.distinct(ids, sounds, lengths)
+            assert (encoder.units, encoder.runs) == (4, 3)
+            found = torch.zeros(2, 5, 4, dtype=torch.float64).index_put((ids == 7,), features[rows])
+            torch.testing.assert_close(found, module(ids, found, sounds, lengths), rtol=0, atol=0)
+            encoder.distinct(ids.roll(1, 1), sounds, lengths)
+            encoder.token = 1
+            with pytest.raises(RuntimeContractError, match="at other tokens"):
+                encoder.distinct(ids, sounds, lengths)
 
 
 def test_rows_without_images_and_videos_of_several_frames():

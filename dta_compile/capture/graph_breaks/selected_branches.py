@@ -7,7 +7,8 @@
 Dynamo would end the graph at such a condition, since it depends on data. Over no rows the branch does nothing, so the
 graph always takes it. That is proven where the branch ends: what it writes to values from before it, it writes at
 positions of the selection, and no other variable that is read later has changed. Otherwise the call is traced again,
-and the graph ends at the condition. Parameters that a skipped branch would have used get gradients of zero, not none.
+and the graph ends at the condition, unless it is about an input (`questions`). Parameters that a skipped branch would
+have used get gradients of zero, not none.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from torch import fx
 
 from dta_compile.capture import dynamo
-from dta_compile.capture.graph_breaks import hit_loops, selections
+from dta_compile.capture.graph_breaks import hit_loops, questions, selections
 from dta_compile.passes.program import name_of
 from dta_compile.torch_compat.dynamo import (
     BaseListVariable,
@@ -79,6 +80,10 @@ def taking_branches(step: Callable[[Any], bool]) -> Callable[[Any], bool]:
                 _open(self.output).pop()
             if instruction.opname in STEPS and self.stack and dynamo.takes_branches(self.output):
                 STEPS[instruction.opname](self, instruction)
+            if instruction.opname in JUMPS and self.stack and isinstance(self.stack[-1], TensorVariable):
+                question = questions.asked(self, self.stack[-1].as_proxy().node)
+                if question is not None:
+                    self.stack[-1] = ConstantVariable.create(question.guarded(self))
         return step(self)
 
     return step_taking_branches
@@ -121,6 +126,9 @@ def _at_jump(translator: Any, jump: Any) -> None:
         translator.stack[-1] = ConstantVariable.create(is_true)
     elif (found := selections.emptiness(condition)) is not None:
         selection, is_true = found  # and whether the condition is true if something is selected
+        question = questions.asked(translator, condition)
+        if question is not None and question.answer != is_true:
+            return  # nothing is selected in this call: what the branch does then may not even be defined
         following = translator.instructions[translator.instruction_pointer + 1]
         end = jump.target if JUMPS[jump.opname] != is_true else following
         _begin(translator, selection, end, translator.stack[:-1])

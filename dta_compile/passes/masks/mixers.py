@@ -138,8 +138,9 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
     name = str(mixed.node.target)
     if "requires a gradient" in mixed.reason:
         hint = (
-            "compute it inside the compiled function; if the model broke into several graphs, remove the graph break"
-            " (stages of a pipeline cannot run over a tree)"
+            "compute it inside the compiled function (a learned prompt: torch.cat([prompt.expand(B, -1, -1),"
+            " embed(ids)], 1)), since tokens that rows share have one gradient, and not one for each row; if the model"
+            " broke into several graphs, remove the graph break (stages of a pipeline cannot run over a tree)"
         )
         if "of another batch" in mixed.reason:
             hint = (

@@ -258,17 +258,17 @@ def _is_mutable(operator: OpOverload) -> bool:
     return operator._schema.is_mutable
 
 
-def ancestors(nodes: list[fx.Node], stop: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
+def ancestors(nodes: Iterable[fx.Node], stop: Callable[[fx.Node], bool] | None = None) -> set[fx.Node]:
     """Return `nodes` and all that they are computed from; inputs of a node for which `stop` holds are not followed."""
-    found: set[fx.Node] = set()
-    pending = list(nodes)
+    reached = set(nodes)
+    pending = list(reached)
     while pending:
         node = pending.pop()
-        if node not in found:
-            found.add(node)
-            if not stop(node):
-                pending.extend(node.all_input_nodes)
-    return found
+        if stop is None or not stop(node):
+            new = [arg for arg in node.all_input_nodes if arg not in reached]
+            reached.update(new)
+            pending += new
+    return reached
 
 
 def where(node: fx.Node) -> str:

@@ -6,6 +6,7 @@ with the node and the reason, so that later refusals can name the operator and t
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -200,10 +201,16 @@ def _of_input(program: Program, node: fx.Node, spec: Input) -> Value:
     if not has_tensor(node):
         return None
     if spec.kind is InputKind.PARAMETER:
-        return Layout((None,) * node.meta["val"].dim())
+        return _without_labels(node.meta["val"].dim())
     if spec.kind is InputKind.DIFFERENTIABLE_DATA:
         return Mixed(f"the input {spec.name} requires a gradient", node)
     return layout_by_shape(program, node)
+
+
+@functools.cache
+def _without_labels(rank: int) -> Layout:
+    """The one layout of weights of a rank."""
+    return Layout((None,) * rank)
 
 
 def _interpret(program: Program, node: fx.Node) -> Value:

@@ -115,8 +115,9 @@ class _Builder:
         if not isinstance(own, Layout) or not own.labelled or own.token_dim is not None:
             return copy
         result = self.program.values.get(reader)
-        has_tokens = isinstance(result, Layout) and result.token_dim is not None
-        return self._beside_tokens(copy, own, result) if has_tokens else copy
+        if not isinstance(result, Layout) or result.token_dim is None:
+            return copy
+        return self._beside_tokens(copy, own, result)
 
     def _beside_tokens(self, value: fx.Node, layout: Layout, result: Layout) -> fx.Node:
         """A row for every token of what has no token axis, `[rows, ..., 1]`, where the tokens of `result` are."""

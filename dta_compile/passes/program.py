@@ -198,7 +198,7 @@ def has_tensor(node: fx.Node) -> bool:
 
 def writes_in_place(node: fx.Node) -> bool:
     """Return whether a node's operator mutates one of its arguments."""
-    return isinstance(node.target, OpOverload) and _is_mutable(node.target)
+    return is_mutable(node.target)
 
 
 def memory(node: fx.Node) -> frozenset[Any]:
@@ -253,9 +253,9 @@ def with_writes(nodes: Iterable[fx.Node], writes: Mapping[fx.Node, frozenset[Any
 
 
 @functools.cache
-def _is_mutable(operator: OpOverload) -> bool:
-    """Return whether a schema is mutable; cached, since asking schemas is slow."""
-    return operator._schema.is_mutable
+def is_mutable(target: Any) -> bool:
+    """Return whether an operator mutates one of its arguments; cached, since asking schemas is slow."""
+    return isinstance(target, OpOverload) and target._schema.is_mutable
 
 
 def ancestors(nodes: Iterable[fx.Node], stop: Callable[[fx.Node], bool] | None = None) -> set[fx.Node]:

@@ -66,13 +66,14 @@ def token_axis(program: Program) -> None:
     for node in program.graph.nodes:
         if node.op != "output" and has_tensor(node) and not dependent.isdisjoint(node.all_input_nodes):
             dependent.add(node)
+    closed = len(dependent)  # rules may add to it
     for node in program.graph.nodes:
         if node.op == "placeholder":
             values[node] = _of_input(program, node, inputs[node])
             if has_tensor(node):
                 roots[node] = frozenset([node])
         elif node.op != "output":
-            if has_tensor(node) and not dependent.isdisjoint(node.all_input_nodes):
+            if len(dependent) > closed and has_tensor(node) and not dependent.isdisjoint(node.all_input_nodes):
                 dependent.add(node)
             values[node] = known.interpret(node)
 

@@ -21,7 +21,7 @@ from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.between.listing import field_of, graphs
 from dta_compile.passes.contracts import ContractError, Pass
 from dta_compile.passes.graphs.storage import owner, storages, view_source
-from dta_compile.passes.program import Mixed, Program, has_tensor, output_node, writes_in_place
+from dta_compile.passes.program import Mixed, Program, has_tensor, is_mutable, output_node, writes_in_place
 from dta_compile.torch_compat.operators import OpOverload
 
 Violations = Callable[[Program], Iterable[object]]
@@ -62,21 +62,31 @@ def check(program: Program, step: Pass) -> None:
 
 
 class Snapshot:
-    """Copy of the nodes of a program's graphs, by which changes that a pass does not declare are detected."""
+    """Copies of the nodes of a program's graphs, by which changes that passes do not declare are detected.
+
+    A graph is compared with its copy before a pass that writes it, and after the last pass: most passes write few.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.graphs = self._now()
+        self.copies = {name: _nodes(graph) for name, graph in graphs(program).items()}
+        self.passes: dict[str, list[str]] = {name: [] for name in self.copies}  # run since the copy was taken
 
-    def compare(self, step: Pass) -> None:
-        """Raise `ContractError` if `step` has changed a graph of a field that it does not write; take a new copy."""
-        before, self.graphs = self.graphs, self._now()
-        for name, nodes in before.items():
-            if field_of(name) not in step.writes and self.graphs[name] != nodes:
-                raise ContractError(f"{step.name} changed the graph {name!r} without declaring it")
+    def compare(self, step: Pass | None = None) -> None:
+        """Raise `ContractError` if a graph that `step` writes (None: any graph) is no longer as the last pass that
+        writes it left it."""
+        for name, graph in graphs(self.program).items():
+            is_concerned = name in self.copies and (step is None or field_of(name) in step.writes)
+            if is_concerned and self.copies[name] != _nodes(graph):
+                raise ContractError(f"{' or '.join(self.passes[name])} changed the graph {name!r} without declaring it")
 
-    def _now(self) -> dict[str, tuple[list[Any], list[Any]]]:
-        return {name: _nodes(graph) for name, graph in graphs(self.program).items()}
+    def take(self, step: Pass) -> None:
+        """Copy the graphs that `step`, which has just run, writes."""
+        for name, graph in graphs(self.program).items():
+            if name not in self.copies or field_of(name) in step.writes:
+                self.copies[name], self.passes[name] = _nodes(graph), []
+            else:
+                self.passes[name].append(step.name)
 
 
 def _nodes(graph: fx.Graph) -> tuple[list[Any], list[Any]]:
@@ -93,9 +103,9 @@ def _inputs(program: Program) -> Iterator[object]:
 
 @_rule("the lowered graph is functional, and each of its nodes knows its value", "module")
 def _functional(program: Program) -> Iterator[object]:
-    for node in program.graph.nodes:
-        if ("val" not in node.meta and _has_value(node)) or writes_in_place(node):
-            yield node.format_node()
+    yield from (node.format_node() for node in program.graph.nodes if "val" not in node.meta and _has_value(node))
+    if any(map(is_mutable, {node.target for node in program.graph.nodes})):
+        yield from (node.format_node() for node in program.graph.nodes if writes_in_place(node))
 
 
 def _has_value(node: fx.Node) -> bool:

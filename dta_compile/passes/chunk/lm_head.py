@@ -68,7 +68,6 @@ def lm_head(program: Program) -> None:
                 own = [reduction for reduction in reductions if reduction.meaning.scaling == scaling]
                 _Fusion(linear, scaling, own).replace()
     erase_unused(graph)
-    graph.lint()
     program.chunk.recompile()
 
 

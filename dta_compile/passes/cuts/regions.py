@@ -134,8 +134,10 @@ def _refuse_dropout(program: Program, live: list[fx.Node]) -> None:
 
 def _is_weight(program: Program, node: fx.Node) -> bool:
     """Computed from parameters alone: without batch or token axis, and cheap to have in two regions."""
-    items = items_of(program.values.get(node))
-    return has_tensor(node) and all(isinstance(item, Layout) and not item.labelled for item in items)
+    value = program.values.get(node)
+    if isinstance(value, Layout):  # most are
+        return not value.labelled and has_tensor(node)
+    return has_tensor(node) and all(isinstance(item, Layout) and not item.labelled for item in items_of(value))
 
 
 def _is_handed_over(program: Program, node: fx.Node) -> bool:

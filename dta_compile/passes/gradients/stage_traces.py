@@ -321,8 +321,10 @@ def _behind_inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     last = nodes.index(mixers[-1])
     positions: dict[fx.Node, int] = {}
     for i, node in enumerate(nodes):
-        earliest = max((positions[arg] for arg in node.all_input_nodes if arg in positions), default=i)
-        positions[node] = earliest if earliest < last and node not in needed else i
+        positions[node] = i
+        if node not in needed:
+            earliest = max((positions[arg] for arg in node.all_input_nodes if arg in positions), default=i)
+            positions[node] = earliest if earliest < last else i
     return sorted(nodes, key=positions.__getitem__)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from dta_compile.executable.layouts import Flat, Layout
-from dta_compile.passes.program import Value, items_of
+from dta_compile.passes.program import Value, ancestors, items_of
 from dta_compile.torch_compat.tracing import LazyGraphModule
 
 
@@ -104,11 +104,12 @@ def cheapest_cut(
 ) -> set[fx.Node]:
     """Return the nodes of the first of two parts, such that the values that cross to the second cost least.
 
-    The part is closed under inputs (among `nodes`), contains `first`, which is closed, too, and avoids `last`. A node
-    in it pays `cost` once if any user is in the second part or if it is in `leaving`. Of equally cheap cuts the one
-    with fewest nodes wins.
+    The part is closed under inputs (among `nodes`), contains `first` and avoids `last`. A node in it pays `cost` once
+    if any user is in the second part or if it is in `leaving`. Of equally cheap cuts the one with fewest nodes wins.
     """
-    members, fixed = dict.fromkeys(nodes), first
+    members = dict.fromkeys(nodes)
+    before = ancestors({arg for node in first for arg in node.all_input_nodes} - first)
+    fixed = (first | before) & members.keys()  # in the first part in every cut
     network = nx.DiGraph()
     network.add_node("source")
     network.add_node("sink")
@@ -150,4 +151,6 @@ def bytes_per_token(node: fx.Node, layout: Value) -> float:
 
 def is_per_token(value: Value) -> bool:
     """Return whether a chunk has one row per token (that of its sequence, without a token axis) of all of a value."""
+    if isinstance(value, Layout):  # most are
+        return value.row_dim is not None
     return all(isinstance(item, Layout) and item.row_dim is not None for item in items_of(value))

@@ -116,20 +116,21 @@ class _Known:
     def _facts(self, node: fx.Node) -> int | None:
         """A number of what rules go by of an argument; None if its tokens are mixed."""
         if node not in self.facts:
-            value, traced = self.values[node], node.meta["val"]
+            value = self.values[node]
             is_mixed = any(isinstance(item, Mixed) for item in items_of(value))
-            facts = _identity(traced), value, node in self.dependent
+            facts = _identity(node), value, node in self.dependent
             self.facts[node] = None if is_mixed else self.numbers.setdefault(facts, len(self.numbers))
         return self.facts[node]
 
 
-def _identity(traced: Any) -> Hashable:
-    """Equal for traced values that rules cannot tell apart: weights of layers that are copies are several tensors."""
-    if isinstance(traced, torch.Tensor):
-        sizes = (*traced.shape, *traced.stride())
-        is_constant = all(isinstance(size, int) for size in sizes)
-        return (sizes, traced.dtype, traced.device) if is_constant else id(traced)
-    return id(traced) if isinstance(traced, (tuple, list)) else str(traced)
+def _identity(node: fx.Node) -> Hashable:
+    """Equal for nodes whose traced values rules cannot tell apart: weights of copies are inputs with tensors alike."""
+    traced = node.meta["val"]
+    if not has_tensor(node):
+        return str(traced)
+    sizes = (*traced.shape, *traced.stride()) if node.op == "placeholder" else (None,)
+    is_alike = all(isinstance(size, int) for size in sizes)
+    return (sizes, traced.dtype, traced.device, traced.requires_grad) if is_alike else id(traced)
 
 
 def _find_axes(program: Program) -> None:

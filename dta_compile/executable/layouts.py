@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import functools
 import math
+from typing import Any
 
 import sympy
 
@@ -83,35 +84,45 @@ class Layout:
     dims: tuple[Axis | Flat | None, ...]
     frame: Frame | None = None
 
-    @property
+    @functools.cached_property
     def token_dim(self) -> int | None:
         """Return the dimension that runs over tokens (also of several sequences), or None."""
         return next((i for i, axis in enumerate(self.dims) if axis is not None and axis.is_over_tokens), None)
 
-    @property
+    @functools.cached_property
     def row_dim(self) -> int | None:
         """Return the dimension that runs over a chunk's rows: the token dimension, else the batch dimension."""
         return self.batch_dim if self.token_dim is None else self.token_dim
 
-    @property
+    @functools.cached_property
     def batch_dim(self) -> int | None:
         """Return the dimension that runs over sequences alone, or None."""
         return self.dims.index(Axis.BATCH) if Axis.BATCH in self.dims else None
 
-    @property
+    @functools.cached_property
     def is_over_sequences(self) -> bool:
         """Return whether a dimension runs over sequences, alone or flattened with their tokens."""
         return any(axis is not None and axis.is_over_sequences for axis in self.dims)
 
-    @property
+    @functools.cached_property
     def has_flat(self) -> bool:
         """Return whether a dimension flattens sequences or tokens with features."""
         return any(isinstance(axis, Flat) for axis in self.dims)
 
-    @property
+    @functools.cached_property
     def labelled(self) -> bool:
         """Return whether any dimension runs over sequences or tokens."""
         return self.dims.count(None) < len(self.dims)
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.dims, self.frame))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout, (self.dims, self.frame)  # without what is cached: hashes differ between processes
 
     def __str__(self) -> str:
         return "[" + ", ".join("-" if axis is None else axis.value for axis in self.dims) + "]"

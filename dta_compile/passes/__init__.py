@@ -100,15 +100,19 @@ def run_passes(
         if step.name in skip:
             continue
         start = time.perf_counter()
+        snapshot.compare(step)
         step(program)
         sign(program, step)
-        snapshot.compare(step)
+        snapshot.take(step)
         check(program, step)
         program.timings[step.name] = time.perf_counter() - start
         if folder is not None:
             (folder / f"{number:02d}_{step.name}.txt").write_text(listing(program))
         if step.name == stop_after:
-            return program
+            break
+    snapshot.compare()
+    if stop_after is not None:
+        return program
     logger.debug("passes: %s", {name: f"{seconds:.2f} s" for name, seconds in program.timings.items()})
     if program.rest is not None:
         run_passes(program.rest, PASSES[PASSES.index(token_axis) :], skip)

@@ -28,11 +28,11 @@ class Bytes(NamedTuple):
 
     def plus(self, other: Bytes) -> Bytes:
         """Return the sum of two functions."""
-        return Bytes(*(a + b for a, b in zip(self, other, strict=True)))
+        return Bytes(self.fixed + other.fixed, self.per_token + other.per_token, self.per_head_row + other.per_head_row)
 
     def minus(self, other: Bytes) -> Bytes:
         """Return the difference of two functions."""
-        return Bytes(*(a - b for a, b in zip(self, other, strict=True)))
+        return Bytes(self.fixed - other.fixed, self.per_token - other.per_token, self.per_head_row - other.per_head_row)
 
 
 Peaks = tuple[Bytes, ...]

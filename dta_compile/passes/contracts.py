@@ -84,15 +84,13 @@ def contract(
 
 
 class View:
-    """A program restricted to the declared fields of one pass; fields that the pass writes are those of `_program`."""
+    """A program restricted to the declared fields of one pass; fields that the pass writes are written to both."""
 
     def __init__(self, program: Program, step: Pass) -> None:
         self.__dict__.update(_program=program, _pass=step)
-        self.__dict__.update({name: getattr(program, name) for name in step.reads - step.writes})
+        self.__dict__.update({name: getattr(program, name) for name in step.reads | step.writes})
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._pass.writes:
-            return getattr(self._program, name)
         if name in FIELDS:
             raise ContractError(f"{self._pass.name} reads {name!r} without declaring it")
         member = _member(name)
@@ -103,6 +101,7 @@ class View:
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self._pass.writes:
             raise ContractError(f"{name!r} is written by {self._pass.name}, who does not declare it")
+        self.__dict__[name] = value
         setattr(self._program, name, value)
 
 

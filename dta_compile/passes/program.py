@@ -198,7 +198,7 @@ def has_tensor(node: fx.Node) -> bool:
 
 def writes_in_place(node: fx.Node) -> bool:
     """Return whether a node's operator mutates one of its arguments."""
-    return isinstance(node.target, OpOverload) and _is_mutable(node.target)
+    return is_mutable(node.target)
 
 
 def memory(node: fx.Node) -> frozenset[Any]:
@@ -253,22 +253,22 @@ def with_writes(nodes: Iterable[fx.Node], writes: Mapping[fx.Node, frozenset[Any
 
 
 @functools.cache
-def _is_mutable(operator: OpOverload) -> bool:
-    """Return whether a schema is mutable; cached, since asking schemas is slow."""
-    return operator._schema.is_mutable
+def is_mutable(target: Any) -> bool:
+    """Return whether an operator mutates one of its arguments; cached, since asking schemas is slow."""
+    return isinstance(target, OpOverload) and target._schema.is_mutable
 
 
-def ancestors(nodes: list[fx.Node], stop: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
+def ancestors(nodes: Iterable[fx.Node], stop: Callable[[fx.Node], bool] | None = None) -> set[fx.Node]:
     """Return `nodes` and all that they are computed from; inputs of a node for which `stop` holds are not followed."""
-    found: set[fx.Node] = set()
-    pending = list(nodes)
+    reached = set(nodes)
+    pending = list(reached)
     while pending:
         node = pending.pop()
-        if node not in found:
-            found.add(node)
-            if not stop(node):
-                pending.extend(node.all_input_nodes)
-    return found
+        if stop is None or not stop(node):
+            new = [arg for arg in node.all_input_nodes if arg not in reached]
+            reached.update(new)
+            pending += new
+    return reached
 
 
 def where(node: fx.Node) -> str:

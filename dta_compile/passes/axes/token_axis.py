@@ -6,6 +6,7 @@ with the node and the reason, so that later refusals can name the operator and t
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -65,13 +66,14 @@ def token_axis(program: Program) -> None:
     for node in program.graph.nodes:
         if node.op != "output" and has_tensor(node) and not dependent.isdisjoint(node.all_input_nodes):
             dependent.add(node)
+    closed = len(dependent)  # rules may add to it
     for node in program.graph.nodes:
         if node.op == "placeholder":
             values[node] = _of_input(program, node, inputs[node])
             if has_tensor(node):
                 roots[node] = frozenset([node])
         elif node.op != "output":
-            if has_tensor(node) and not dependent.isdisjoint(node.all_input_nodes):
+            if len(dependent) > closed and has_tensor(node) and not dependent.isdisjoint(node.all_input_nodes):
                 dependent.add(node)
             values[node] = known.interpret(node)
 
@@ -81,8 +83,9 @@ class _Known:
 
     def __init__(self, program: Program) -> None:
         self.program, self.values, self.dependent = program, program.values, program.parameter_dependent
-        self.found: dict[Hashable, tuple[Layout, list[Layout | None]]] = {}
-        self.facts: dict[fx.Node, Hashable] = {}
+        self.found: dict[Hashable, tuple[Layout, dict[int, Layout]]] = {}  # with the layouts that arguments adopt
+        self.facts: dict[fx.Node, int | None] = {}
+        self.numbers: dict[Hashable, int] = {}  # of facts
 
     def interpret(self, node: fx.Node) -> Value:
         """The value of a node; `roots` and `input_layouts` of the program are added to."""
@@ -91,30 +94,43 @@ class _Known:
         key = self._key(node) if is_known and node not in self.program.other_batches else None
         if key in self.found:
             value, adopted = self.found[key]
-            pairs = zip(node.all_input_nodes, adopted, strict=True)
-            layouts.update({(node, arg): layout for arg, layout in pairs if layout is not None})
+            if adopted:
+                args = node.all_input_nodes
+                layouts.update({(node, args[i]): layout for i, layout in adopted.items()})
             return value
         result = _interpret(self.program, node)
         if key is not None and isinstance(result, Layout):
-            self.found[key] = result, [layouts.get((node, arg)) for arg in node.all_input_nodes]
+            pairs = ((i, layouts.get((node, arg))) for i, arg in enumerate(node.all_input_nodes))
+            self.found[key] = result, {i: layout for i, layout in pairs if layout is not None}
         return result
 
     def _key(self, node: fx.Node) -> Hashable:
         """The operator, with what rules go by of its arguments and its result."""
         numbers = {arg: f"%{i}" for i, arg in enumerate(node.all_input_nodes)}
-        facts = tuple(map(self._facts, numbers))
+        facts = tuple([self._facts(arg) for arg in numbers])
         if None in facts:
             return None
         shown = repr(fx.node.map_arg((node.args, node.kwargs), numbers.get))
         return node.target, id(node.meta["val"]), shown, facts
 
-    def _facts(self, node: fx.Node) -> Hashable:
+    def _facts(self, node: fx.Node) -> int | None:
+        """A number of what rules go by of an argument; None if its tokens are mixed."""
         if node not in self.facts:
-            value, traced = self.values[node], node.meta["val"]
-            is_mixed = any(isinstance(one, Mixed) for one in items_of(value))
-            same = id(traced) if has_tensor(node) else str(traced)
-            self.facts[node] = None if is_mixed else (same, value, node in self.dependent)
+            value = self.values[node]
+            is_mixed = any(isinstance(item, Mixed) for item in items_of(value))
+            facts = _identity(node), value, node in self.dependent
+            self.facts[node] = None if is_mixed else self.numbers.setdefault(facts, len(self.numbers))
         return self.facts[node]
+
+
+def _identity(node: fx.Node) -> Hashable:
+    """Equal for nodes whose traced values rules cannot tell apart: weights of copies are inputs with tensors alike."""
+    traced = node.meta["val"]
+    if not has_tensor(node):
+        return str(traced)
+    sizes = (*traced.shape, *traced.stride()) if node.op == "placeholder" else (None,)
+    is_alike = all(isinstance(size, int) for size in sizes)
+    return (sizes, traced.dtype, traced.device, traced.requires_grad) if is_alike else id(traced)
 
 
 def _find_axes(program: Program) -> None:
@@ -147,7 +163,9 @@ def _find_axes(program: Program) -> None:
     program.tokens = tokens
     own = (batch, tokens), (1, tokens)  # a call over one row stands for all of them
     others = [call for call in calls if batch_and_tokens(call) not in own]
-    program.other_batches = ancestors(others) - ancestors([call for call in calls if call not in others])
+    program.other_batches = ancestors(others)
+    if others:
+        program.other_batches -= ancestors(call for call in calls if call not in others)
 
 
 def _line_of_constant(call: fx.Node, size: sympy.Expr) -> str | None:
@@ -185,10 +203,16 @@ def _of_input(program: Program, node: fx.Node, spec: Input) -> Value:
     if not has_tensor(node):
         return None
     if spec.kind is InputKind.PARAMETER:
-        return Layout((None,) * node.meta["val"].dim())
+        return _without_labels(node.meta["val"].dim())
     if spec.kind is InputKind.DIFFERENTIABLE_DATA:
         return Mixed(f"the input {spec.name} requires a gradient", node)
     return layout_by_shape(program, node)
+
+
+@functools.cache
+def _without_labels(rank: int) -> Layout:
+    """The one layout of weights of a rank."""
+    return Layout((None,) * rank)
 
 
 def _interpret(program: Program, node: fx.Node) -> Value:

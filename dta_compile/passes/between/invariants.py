@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.between.listing import field_of, graphs
 from dta_compile.passes.contracts import ContractError, Pass
 from dta_compile.passes.graphs.storage import owner, storages, view_source
-from dta_compile.passes.program import Mixed, Program, has_tensor, output_node, writes_in_place
+from dta_compile.passes.program import Mixed, Program, has_tensor, is_mutable, output_node, writes_in_place
 from dta_compile.torch_compat.operators import OpOverload
 
 Violations = Callable[[Program], Iterable[object]]
@@ -61,25 +62,36 @@ def check(program: Program, step: Pass) -> None:
 
 
 class Snapshot:
-    """Copy of the nodes of a program's graphs, by which changes that a pass does not declare are detected."""
+    """Copies of the nodes of a program's graphs, by which changes that passes do not declare are detected.
+
+    A graph is compared with its copy before a pass that writes it, and after the last pass: most passes write few.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.graphs = self._now()
+        self.copies = {name: _nodes(graph) for name, graph in graphs(program).items()}
+        self.passes: dict[str, list[str]] = {name: [] for name in self.copies}  # run since the copy was taken
 
-    def compare(self, step: Pass) -> None:
-        """Raise `ContractError` if `step` has changed a graph of a field that it does not write; take a new copy."""
-        before, self.graphs = self.graphs, self._now()
-        for name, nodes in before.items():
-            if field_of(name) not in step.writes and self.graphs[name] != nodes:
-                raise ContractError(f"{step.name} changed the graph {name!r} without declaring it")
+    def compare(self, step: Pass | None = None) -> None:
+        """Raise `ContractError` if a graph that `step` writes (None: any graph) is no longer as the last pass that
+        writes it left it."""
+        for name, graph in graphs(self.program).items():
+            is_concerned = name in self.copies and (step is None or field_of(name) in step.writes)
+            if is_concerned and self.copies[name] != _nodes(graph):
+                raise ContractError(f"{' or '.join(self.passes[name])} changed the graph {name!r} without declaring it")
 
-    def _now(self) -> dict[str, list[Any]]:
-        return {name: _nodes(graph) for name, graph in graphs(self.program).items()}
+    def take(self, step: Pass) -> None:
+        """Copy the graphs that `step`, which has just run, writes."""
+        for name, graph in graphs(self.program).items():
+            if name not in self.copies or field_of(name) in step.writes:
+                self.copies[name], self.passes[name] = _nodes(graph), []
+            else:
+                self.passes[name].append(step.name)
 
 
-def _nodes(graph: fx.Graph) -> list[Any]:
-    return [(node, node.target, node.args, node.kwargs) for node in graph.nodes]
+def _nodes(graph: fx.Graph) -> tuple[list[Any], list[Any]]:
+    nodes = list(graph.nodes)
+    return nodes, list(map(operator.attrgetter("target", "args", "kwargs"), nodes))
 
 
 @_rule("every input of the call is a placeholder of the lowered graph, in order", "inputs", "placeholders", "module")
@@ -91,9 +103,9 @@ def _inputs(program: Program) -> Iterator[object]:
 
 @_rule("the lowered graph is functional, and each of its nodes knows its value", "module")
 def _functional(program: Program) -> Iterator[object]:
-    for node in program.graph.nodes:
-        if writes_in_place(node) or (_has_value(node) and "val" not in node.meta):
-            yield node.format_node()
+    yield from (node.format_node() for node in program.graph.nodes if "val" not in node.meta and _has_value(node))
+    if any(map(is_mutable, {node.target for node in program.graph.nodes})):
+        yield from (node.format_node() for node in program.graph.nodes if writes_in_place(node))
 
 
 def _has_value(node: fx.Node) -> bool:
@@ -103,14 +115,15 @@ def _has_value(node: fx.Node) -> bool:
 
 @_rule("every value of the lowered graph has been interpreted, with an axis for each dimension", "module", "values")
 def _interpreted(program: Program) -> Iterator[object]:
+    values = program.values
     for node in program.graph.nodes:
-        if node.op == "output":
-            continue
-        if node not in program.values:
+        value = values.get(node)
+        if value is None and node not in values and node.op != "output":
             yield f"{node.name} has no layout"
-        value, result = program.values.get(node), node.meta.get("val")
-        if isinstance(value, Layout) and isinstance(result, torch.Tensor) and len(value.dims) != result.dim():
-            yield f"{node.name}: {value} of {result.dim()} dimensions"
+        if isinstance(value, Layout):
+            result = node.meta["val"]
+            if isinstance(result, torch.Tensor) and len(value.dims) != result.dim():
+                yield f"{node.name}: {value} of {result.dim()} dimensions"
 
 
 @_rule("every mixer of this batch is a layer, and has no mask", "module", "mixers", "mixer_nodes", "other_batches")
@@ -131,9 +144,10 @@ def _layers(program: Program) -> Iterator[object]:
 
 @_rule("the token region reads itself, inputs, and what does not depend on parameters", "module", "region")
 def _closed_region(program: Program) -> Iterator[object]:
-    for node in program.region:
+    region, dependent = program.region, program.parameter_dependent
+    for node in region:
         for arg in node.all_input_nodes:
-            if arg not in program.region and arg.op != "placeholder" and arg in program.parameter_dependent:
+            if arg not in region and arg.op != "placeholder" and arg in dependent:
                 yield f"{node.name} reads {arg.name}"
 
 
@@ -150,12 +164,10 @@ def _closed_trunk(program: Program) -> Iterator[object]:
     for node in program.mixer_nodes:
         if node not in program.trunk and any(user in program.trunk for user in node.users):
             yield f"{node.name} is in the head"
+    head = program.region - program.trunk
     for node in program.trunk:
-        yield from (
-            f"{node.name} reads {arg.name}"
-            for arg in node.all_input_nodes
-            if arg in program.region and arg not in program.trunk
-        )
+        if not head.isdisjoint(node.all_input_nodes):
+            yield f"{node.name} reads {', '.join(arg.name for arg in node.all_input_nodes if arg in head)}"
 
 
 @_rule(

@@ -44,9 +44,10 @@ def field_of(graph: str) -> str:
 
 def sign(program: Program, step: Pass) -> None:
     """Record in `node.meta` the pass that made each node: the first one that wrote its graph."""
+    pass_name = step.name
     for name, graph in graphs(program).items():
         for node in graph.nodes if field_of(name) in step.writes else ():
-            node.meta.setdefault(MADE_BY, step.name)
+            node.meta.setdefault(MADE_BY, pass_name)
 
 
 def _text(graph: fx.Graph) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from dta_compile.ops.mixer import has_several_results
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import erase_unused, is_uniform
 from dta_compile.passes.graphs.operators import OF_TWO_TENSORS, SQUEEZES, TAKE_A_SHAPE
-from dta_compile.passes.graphs.subgraph import graph_module
+from dta_compile.passes.graphs.subgraph import add_call, copied, graph_module
 from dta_compile.passes.program import ChunkInput, Program, has_tensor, where
 from dta_compile.passes.symbols import free_symbols, new_size, sizes, symbolic
 from dta_compile.torch_compat.sizes import ShapeEnv
@@ -63,8 +64,8 @@ class _Builder:
         trunk = [self.graph.placeholder(f"trunk_{item.name}") for item in program.trunk_inputs]
         self.head_rows = self.graph.placeholder("head_rows")
         head = [self.graph.placeholder(f"head_{item.name}") for item in program.head_inputs]
-        self.num_tokens = self.graph.call_function(aten.sym_size.int, (trunk[0], 0))
-        self.num_head_rows = self.graph.call_function(aten.sym_size.int, (self.head_rows, 0))
+        self.num_tokens = self._call(aten.sym_size.int, (trunk[0], 0))
+        self.num_head_rows = self._call(aten.sym_size.int, (self.head_rows, 0))
         for items, placeholders, is_head in ((program.trunk_inputs, trunk, False), (program.head_inputs, head, True)):
             for item, placeholder in zip(items, placeholders, strict=True):
                 self.placed[item.node, item.layout, is_head] = self._place(placeholder, item)
@@ -83,41 +84,46 @@ class _Builder:
             if spec.kind is InputKind.PARAMETER and node in used
         ]
 
+    def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        return add_call(self.graph, target, args, kwargs)
+
     def _place(self, value: fx.Node, item: ChunkInput) -> fx.Node:
         """`[rows, *features]` to the layout that the region expects; the batch axis beside tokens has size one."""
         dims = item.layout.dims
         rows, features = item.layout.row_dim, iter(range(1, len(dims)))
         order = [0 if i == rows else next(features) for i, axis in enumerate(dims) if i == rows or axis is None]
         if order != sorted(order):
-            value = self.graph.call_function(aten.permute.default, (value, order))
+            value = self._call(aten.permute.default, (value, order))
         if item.layout.batch_dim not in (None, rows):
-            value = self.graph.call_function(aten.unsqueeze.default, (value, item.layout.batch_dim))
+            value = self._call(aten.unsqueeze.default, (value, item.layout.batch_dim))
         return value
 
     def _rows_first(self, value: fx.Node, layout: Layout) -> fx.Node:
         """The reverse of `_place`: a region value as `[rows, *features]`."""
         if layout.batch_dim is not None:
-            value = self.graph.call_function(aten.squeeze.dim, (value, layout.batch_dim))
+            value = self._call(aten.squeeze.dim, (value, layout.batch_dim))
         dims = [axis for axis in layout.dims if axis is not Axis.BATCH]
         token = next(i for i, axis in enumerate(dims) if axis is not None)
         order = [token, *(i for i in range(len(dims)) if i != token)]
         if order != sorted(order):
-            value = self.graph.call_function(aten.permute.default, (value, order))
+            value = self._call(aten.permute.default, (value, order))
         return value
 
     def _read(self, node: fx.Node, in_head: bool, reader: fx.Node | None = None) -> Any:
         """The copy of an argument as its reader sees it: placed inputs, and trunk values gathered at head rows."""
-        copy = self._rows(node, in_head, reader)
-        own, result = self._layout(node, reader), self.program.values.get(reader)
-        if not isinstance(own, Layout) or not isinstance(result, Layout) or result.token_dim is None:
+        copy, own = self._rows(node, in_head, reader), self._layout(node, reader)
+        if not isinstance(own, Layout) or not own.labelled or own.token_dim is not None:
             return copy
-        return self._beside_tokens(copy, own, result) if own.labelled and own.token_dim is None else copy
+        result = self.program.values.get(reader)
+        if not isinstance(result, Layout) or result.token_dim is None:
+            return copy
+        return self._beside_tokens(copy, own, result)
 
     def _beside_tokens(self, value: fx.Node, layout: Layout, result: Layout) -> fx.Node:
         """A row for every token of what has no token axis, `[rows, ..., 1]`, where the tokens of `result` are."""
         for _ in range(len(result.dims) - len(layout.dims)):
-            value = self.graph.call_function(aten.unsqueeze.default, (value, 0))
-        return self.graph.call_function(aten.transpose.int, (value, result.batch_dim, result.token_dim))
+            value = self._call(aten.unsqueeze.default, (value, 0))
+        return self._call(aten.transpose.int, (value, result.batch_dim, result.token_dim))
 
     def _layout(self, node: fx.Node, reader: fx.Node | None) -> Any:
         return self.program.input_layouts.get((reader, node), self.program.values.get(node))
@@ -131,15 +137,15 @@ class _Builder:
             if not in_head or node not in program.trunk or not per_token:
                 return copy
             if node not in self.gathered:
-                self.gathered[node] = self._at_head_rows(copy, program.layout(node), sizes(node))
+                self.gathered[node] = self._at_head_rows(copy, program.layout(node), node.meta["val"].shape)
             return self.gathered[node]
         layout = self._layout(node, reader)
         if isinstance(layout, Layout) and reader is not None:
             if (node, layout, in_head) in self.placed:
                 return self.placed[node, layout, in_head]
             if is_uniform(node) and layout.labelled:
-                shape = self._chunk_shape(layout, sizes(node), in_head)
-                return self.graph.call_function(node.target, (shape, node.args[1]), node.kwargs)
+                shape = self._chunk_shape(layout, node.meta["val"].shape, in_head)
+                return self._call(node.target, (shape, node.args[1]), node.kwargs)
         if node not in self.copies and (number := _number(node)) is not None:
             return number
         if node not in self.copies:
@@ -151,19 +157,19 @@ class _Builder:
             )
         return self.copies[node]
 
-    def _at_head_rows(self, value: fx.Node, layout: Layout, shape: tuple[Any, ...]) -> fx.Node:
+    def _at_head_rows(self, value: fx.Node, layout: Layout, shape: Sequence[Any]) -> fx.Node:
         dim = layout.row_dim
         assert dim is not None
         axis, rows = layout.dims[dim], self.head_rows
         if not isinstance(axis, Flat):
-            return self.graph.call_function(aten.index_select.default, (value, dim, rows))
+            return self._call(aten.index_select.default, (value, dim, rows))
         whole = self._chunk_shape(layout, shape, False)
         known: dict[Any, Any] = {Axis.BATCH: 1, Axis.TOKEN: self.num_tokens}
         split = [*whole[:dim], *(known.get(factor, factor) for factor in axis.factors), *whole[dim + 1 :]]
-        value = self.graph.call_function(aten.reshape.default, (value, split))
+        value = self._call(aten.reshape.default, (value, split))
         tokens = dim + axis.factors.index(Axis.TOKEN)
-        value = self.graph.call_function(aten.index_select.default, (value, tokens, rows))
-        return self.graph.call_function(aten.reshape.default, (value, self._chunk_shape(layout, shape, True)))
+        value = self._call(aten.index_select.default, (value, tokens, rows))
+        return self._call(aten.reshape.default, (value, self._chunk_shape(layout, shape, True)))
 
     def _copy(self, node: fx.Node) -> None:
         in_head = node not in self.program.trunk
@@ -171,15 +177,15 @@ class _Builder:
             self.copies[node] = self._mixed(node)
         elif node.target in TAKE_A_SHAPE and self._is_per_token(node):
             source = self._read(node.args[0], in_head, node)
-            self.copies[node] = self.graph.call_function(
-                node.target, (source, self._chunk_shape(self.program.layout(node), sizes(node), in_head))
+            self.copies[node] = self._call(
+                node.target, (source, self._chunk_shape(self.program.layout(node), node.meta["val"].shape, in_head))
             )
         elif node.target in SQUEEZES and self._is_per_token(node):
             self.copies[node] = self._squeeze(node, self._read(node.args[0], in_head, node))
         elif self._is_token_window(node):
             self.copies[node] = self._read(node.args[0], in_head, node)
         else:
-            self.copies[node] = self.graph.node_copy(node, lambda arg: self._read(arg, in_head, node))
+            self.copies[node] = copied(self.graph, node, lambda arg: self._read(arg, in_head, node))
         self.copies[node].meta.setdefault("stack_trace", node.meta.get("stack_trace"))
 
     def _squeeze(self, node: fx.Node, source: fx.Node) -> fx.Node:
@@ -188,15 +194,15 @@ class _Builder:
         chosen = node.args[1] if len(node.args) > 1 else range(len(shape))
         chosen = [chosen] if isinstance(chosen, int) else chosen
         dims = [dim % len(shape) for dim in chosen if shape[dim] == 1]
-        return self.graph.call_function(aten.squeeze.dims, (source, dims))
+        return self._call(aten.squeeze.dims, (source, dims))
 
     def _mixed(self, node: fx.Node) -> fx.Node:
         layer = self.layers[node]
         operands = [self._read(arg, False, node) for arg in layer.mixer.operands_of(node.args)]
         arguments = layer.mixer.chunk_arguments(operands, node.args)
-        results = self.graph.call_function(layer.mixer.chunk, (layer.index, *arguments))
+        results = self._call(layer.mixer.chunk, (layer.index, *arguments))
         several = has_several_results(layer.mixer.chunk)
-        return self.graph.call_function(operator.getitem, (results, 0)) if several else results
+        return self._call(operator.getitem, (results, 0)) if several else results
 
     def _is_per_token(self, node: fx.Node) -> bool:
         value = self.program.values[node]
@@ -209,7 +215,8 @@ class _Builder:
         dim = node.args[1] if len(node.args) > 1 else 0
         return self.program.layout(node).dims[dim] is not None
 
-    def _chunk_shape(self, layout: Layout, shape: tuple[Any, ...], in_head: bool) -> list[Any]:
+    def _chunk_shape(self, layout: Layout, shape: Sequence[Any], in_head: bool) -> list[Any]:
+        """The sizes of a value in a chunk, given those over the whole batch."""
         rows = self.num_head_rows if in_head else self.num_tokens
 
         def size_of(dim: int) -> Any:
@@ -218,7 +225,7 @@ class _Builder:
                 return rows if dim == layout.row_dim else 1 if axis is Axis.BATCH else int(shape[dim])
             if not axis.is_over_tokens:
                 return axis.features
-            return self.graph.call_function(operator.mul, (rows, axis.features))
+            return self._call(operator.mul, (rows, axis.features))
 
         return list(map(size_of, range(len(shape))))
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.lm_head.operators import LINEAR_CROSS, LINEAR_LOG_PROB, LINEAR_TOP, Further, Head, Results
@@ -25,7 +24,13 @@ from dta_compile.passes.graphs.nodes import descendants, erase_unused, swaps
 from dta_compile.passes.graphs.operators import LINEAR_LAYERS, TRANSPOSITIONS
 from dta_compile.passes.program import Program, ancestors
 from dta_compile.torch_compat.sizes import ShapeEnv
-from dta_compile.torch_compat.tensors import DisableAutocast, FakeTensorMode, enable_python_dispatcher, pytree
+from dta_compile.torch_compat.tensors import (
+    DisableAutocast,
+    FakeTensor,
+    FakeTensorMode,
+    enable_python_dispatcher,
+    pytree,
+)
 
 aten = torch.ops.aten
 # The backward recomputes the logits, a fourth matrix product beside three. From about this size on that costs less than
@@ -63,7 +68,6 @@ def lm_head(program: Program) -> None:
                 own = [reduction for reduction in reductions if reduction.meaning.scaling == scaling]
                 _Fusion(linear, scaling, own).replace()
     erase_unused(graph)
-    graph.lint()
     program.chunk.recompile()
 
 
@@ -115,35 +119,44 @@ def _is_large(node: fx.Node) -> bool:
 
 
 def _propagate(program: Program) -> None:
-    """Give the nodes of the chunk graph fake tensors of a chunk; those that they have are over the whole batch."""
+    """Give the nodes of the chunk graph fake tensors of a chunk; those that they have are over the whole batch.
+
+    Tensors that are alike are one, so that the values of layers that are copies are computed once.
+    """
     shape_env = ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    known: dict[Hashable, Any] = {}  # results stay alive, so that their ids are unique
+    firsts: dict[Hashable, torch.Tensor] = {}
+
+    def first_like(value: torch.Tensor) -> torch.Tensor:
+        fake = value if isinstance(value, FakeTensor) else mode.from_tensor(value, static_shapes=True)
+        facts = str(fake.shape), str(fake.stride()), fake.dtype, fake.device, id(getattr(fake, "constant", None))
+        return firsts.setdefault(facts, fake)
+
     with mode, enable_python_dispatcher(), DisableAutocast(), torch.no_grad():
-        _Propagation(program.chunk, mode).propagate_dont_convert_inputs(*fake_inputs(program, *free_sizes(shape_env)))
+        inputs = iter(fake_inputs(program, *free_sizes(shape_env)))
+        for node in program.chunk.graph.nodes:
+            match node.op:
+                case "placeholder":
+                    node.meta["val"] = next(inputs)
+                case "get_attr":
+                    attribute = operator.attrgetter(str(node.target))(program.chunk)
+                    node.meta["val"] = pytree.tree_map_only(torch.Tensor, first_like, attribute)
+                case "call_function":
+                    args = node.args[1:] if mixer_of_chunk(node.target) else node.args  # without the layer's number
+                    key = node.target, repr(fx.node.map_arg((args, node.kwargs), _name_of_value))
+                    if key not in known:
+                        known[key] = pytree.tree_map_only(torch.Tensor, first_like, _computed(node))
+                    node.meta["val"] = known[key]
 
 
-class _Propagation(FakeTensorProp):
-    """Propagates fake tensors, those alike as one, so that it computes the values of layers that are copies once."""
+def _name_of_value(node: fx.Node) -> str:
+    return f"\0{id(node.meta['val'])}"
 
-    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
-        super().__init__(module, mode)
-        self.known: dict[Hashable, tuple[Any, Any]] = {}  # results stay alive, so that their ids are unique
-        self.firsts: dict[Hashable, torch.Tensor] = {}
 
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op != "call_function":
-            return super().run_node(n)
-        args = n.args[1:] if mixer_of_chunk(n.target) else n.args  # without the number of the layer
-        key = n.target, repr(fx.node.map_arg((args, n.kwargs), lambda arg: f"\0{id(self.env[arg])}"))
-        if key not in self.known:
-            result = pytree.tree_map_only(torch.Tensor, self._first_like, super().run_node(n))
-            self.known[key] = result, n.meta["val"]
-        result, n.meta["val"] = self.known[key]
-        return result
-
-    def _first_like(self, value: torch.Tensor) -> torch.Tensor:
-        facts = str(value.shape), str(value.stride()), value.dtype, value.device, id(getattr(value, "constant", None))
-        return self.firsts.setdefault(facts, value)
+def _computed(node: fx.Node) -> Any:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+    return node.target(*args, **kwargs)
 
 
 def _trained(program: Program) -> set[fx.Node]:

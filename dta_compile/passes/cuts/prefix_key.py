@@ -25,7 +25,7 @@ from dta_compile.passes.program import ChunkInput, Program, ancestors, where
 def prefix_key(program: Program) -> None:
     """Fill `program.trunk`, the chunk inputs of trunk and head, and the prologue values that determine those."""
     nodes = [node for node in program.graph.nodes if node in program.region]
-    seen_later = ancestors(list(program.mixer_nodes))
+    seen_later = ancestors(program.mixer_nodes)
     inputs = _chunk_inputs(program, nodes)
     own = [item for item in inputs if any(user in seen_later for user in _users(program, item))]
     head_only = [item for item in inputs if item not in own]

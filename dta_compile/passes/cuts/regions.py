@@ -37,10 +37,11 @@ def regions(program: Program) -> None:
     kept = {*leaves_of_masks(program), *program.draws, *program.asserted}
     erase_unused(program.graph, lambda node: node.op in ("placeholder", "output") or node in kept)
     live = [node for node in program.graph.nodes if node in program.parameter_dependent and node.op != "placeholder"]
-    before_last_mixer = ancestors(list(program.mixer_nodes)) & set(live)
-    for node in program.graph.nodes:
-        value = program.values.get(node)
-        if node in before_last_mixer and isinstance(value, Mixed):
+    of_mixers = ancestors(program.mixer_nodes)
+    before_last_mixer = of_mixers & set(live)
+    for node in live:
+        value = program.values[node]
+        if isinstance(value, Mixed) and node in before_last_mixer:
             raise mixing_refusal(value)
     _refuse_dropout(program, live)
     candidates = [node for node in live if is_per_token(program.values[node])]
@@ -49,8 +50,8 @@ def regions(program: Program) -> None:
     per_token = set(candidates)
     others = set(live) - per_token - weights
     feeds_others = {node for node in candidates if node in outputs or not others.isdisjoint(node.users)}
-    forced = before_last_mixer | {node for node in candidates if not weights.isdisjoint(node.all_input_nodes)}
-    forced = ancestors(list(forced)) & per_token
+    of_weights = {node for node in candidates if not weights.isdisjoint(node.all_input_nodes)}
+    forced = (of_mixers | ancestors(of_weights - of_mixers, stop=of_mixers.__contains__)) & per_token
     region = cheapest_cut(
         candidates,
         lambda node: bytes_per_token(node, program.values[node]),
@@ -58,7 +59,7 @@ def regions(program: Program) -> None:
         last=set(),
         leaving=feeds_others,
     )
-    region |= ancestors(list(region)) & weights.intersection(live)
+    region |= ancestors(region) & weights.intersection(live)
     _unflatten(program, region)
     live = [node for node in program.graph.nodes if node in program.parameter_dependent and node.op != "placeholder"]
     program.region = region
@@ -78,8 +79,11 @@ def _unflatten(program: Program, region: set[fx.Node]) -> None:
     """Hand over what flattens tokens with features with a dimension for each; readers outside flatten it again."""
     graph, builder = program.graph, SizeNodes(program.graph)
     for node in list(graph.nodes):
-        layout, readers = program.values.get(node), {user for user in node.users if user not in region}
-        if node not in region or not readers or not isinstance(layout, Layout) or not layout.has_flat:
+        layout = program.values.get(node)
+        if node not in region or not isinstance(layout, Layout) or not layout.has_flat:
+            continue
+        readers = {user for user in node.users if user not in region}
+        if not readers:
             continue
         parts = [part for dim, size in enumerate(sizes(node)) for part in factors(layout, dim, size)]
         known = set(graph.nodes)
@@ -130,8 +134,10 @@ def _refuse_dropout(program: Program, live: list[fx.Node]) -> None:
 
 def _is_weight(program: Program, node: fx.Node) -> bool:
     """Computed from parameters alone: without batch or token axis, and cheap to have in two regions."""
-    items = items_of(program.values.get(node))
-    return has_tensor(node) and all(isinstance(item, Layout) and not item.labelled for item in items)
+    value = program.values.get(node)
+    if isinstance(value, Layout):  # most are
+        return not value.labelled and has_tensor(node)
+    return has_tensor(node) and all(isinstance(item, Layout) and not item.labelled for item in items_of(value))
 
 
 def _is_handed_over(program: Program, node: fx.Node) -> bool:

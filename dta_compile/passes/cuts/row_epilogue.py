@@ -57,7 +57,9 @@ def row_epilogue(program: Program, nodes: Sequence[fx.Node], received: Sequence[
 def _layouts(program: Program, nodes: Sequence[fx.Node]) -> dict[fx.Node, Value] | Mixed:
     """Return the batch axes of every value, by the token rules, but with token axes as features."""
     own = {node for node in nodes if node.op != "placeholder"}
-    values = {node: row_layout(program, node) for node in program.graph.nodes if node not in own}
+    outputs = [node for node in program.outputs if isinstance(node, fx.Node)]
+    read = dict.fromkeys(arg for node in own for arg in node.all_input_nodes)
+    values = {node: row_layout(program, node) for node in [*read, *outputs] if node not in own}
     for node in nodes:
         if node not in own:
             continue
@@ -68,8 +70,8 @@ def _layouts(program: Program, nodes: Sequence[fx.Node]) -> dict[fx.Node, Value]
         values[node] = _of_call(program, node, values)
         if isinstance(mixed := values[node], Mixed):
             return mixed
-    for node in program.outputs:
-        if isinstance(node, fx.Node) and node in program.parameter_dependent and not _has_rows(program, node, values):
+    for node in outputs:
+        if node in program.parameter_dependent and not _has_rows(program, node, values):
             return Mixed("an output has no batch axis in front", node)
     return values
 

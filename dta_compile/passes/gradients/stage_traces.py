@@ -11,6 +11,7 @@ not count.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -169,11 +170,12 @@ def traced_stages(
     values: dict[fx.Node, torch.Tensor] = dict(zip(placeholders, primals, strict=True))
     weights, of_head = set(placeholders[:parameters]), descendants(chunk.graph, placeholders[-head_inputs:])
     kinds: dict[Hashable, _Kind] = {}
+    facts_of = functools.cache(_facts)  # inputs that are alike are one
     stages: list[tuple[Segment, _Kind]] = []
     for segment in segments(chunk.graph, parameters, len(primals) - head_inputs - trunk_inputs, of_head):
         inputs = [values[node] for node in segment.inputs]
         flags = tuple(node in weights for node in segment.inputs), tuple(node in of_head for node in segment.inputs)
-        key = segment.signature(), tuple(map(_facts, inputs)), flags
+        key = segment.signature(), tuple(map(facts_of, inputs)), flags
         if key not in kinds:
             kinds[key] = _Kind(segment, chunk, [_stand_in(value) for value in inputs], flags)
         values |= zip(segment.outputs, kinds[key].outputs, strict=True)
@@ -262,7 +264,7 @@ class Segment:
     nodes: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
 
-    @property
+    @functools.cached_property
     def layers(self) -> list[int]:
         """The indices of its mixer layers, in order."""
         return [int(node.args[0]) for node in self.nodes if mixer_of_chunk(node.target)]
@@ -282,7 +284,9 @@ class Segment:
         layers = {layer: i for i, layer in enumerate(dict.fromkeys(self.layers))}
         rows = []
         for node in self.nodes:
-            args = (layers[node.args[0]], *node.args[1:]) if mixer_of_chunk(node.target) else node.args
+            args = node.args
+            if layers and mixer_of_chunk(node.target):
+                args = layers[args[0]], *args[1:]
             rows.append((node.op, node.target, repr(fx.node.map_arg((args, node.kwargs), numbers.__getitem__))))
         return len(self.inputs), tuple(rows), tuple(numbers[node] for node in self.outputs)
 
@@ -298,7 +302,7 @@ def segments(graph: fx.Graph, parameters: int, whole: int, of_head: Container[fx
     placeholders = list(graph.find_nodes(op="placeholder"))
     per_token, returned = descendants(graph, placeholders[whole:]), set(output_node(graph).all_input_nodes)
     inner = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    repeated = {node for node in inner if node not in returned and (node not in per_token or _is_size(node))}
+    repeated = {node for node in inner if (node not in per_token or _is_size(node)) and node not in returned}
     trained = descendants(graph, placeholders[:parameters])
     nodes = _behind_inputs([node for node in inner if node not in repeated])
     nodes = _before_readers(nodes, [node for node in nodes if node in of_head and node not in trained])
@@ -317,8 +321,10 @@ def _behind_inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     last = nodes.index(mixers[-1])
     positions: dict[fx.Node, int] = {}
     for i, node in enumerate(nodes):
-        earliest = max((positions[arg] for arg in node.all_input_nodes if arg in positions), default=i)
-        positions[node] = earliest if earliest < last and node not in needed else i
+        positions[node] = i
+        if node not in needed:
+            earliest = max((positions[arg] for arg in node.all_input_nodes if arg in positions), default=i)
+            positions[node] = earliest if earliest < last else i
     return sorted(nodes, key=positions.__getitem__)
 
 
@@ -347,7 +353,10 @@ def _segment(nodes: Sequence[fx.Node], returned: set[fx.Node], repeated: set[fx.
         return [arg for arg in node.all_input_nodes if arg in members or arg in repeated]
 
     for node in nodes:
-        order |= dict.fromkeys(missing(node, order, needs))
+        if any(arg not in order for arg in needs(node)):
+            order |= dict.fromkeys(missing(node, order, needs))
+        else:
+            order[node] = None
     inputs = dict.fromkeys(arg for node in order for arg in node.all_input_nodes if arg not in order)
     outputs = [node for node in nodes if node in returned or not members.issuperset(_users(node))]
     return Segment(tuple(inputs), tuple(order), tuple(outputs))
@@ -363,8 +372,11 @@ def _cuts(nodes: Sequence[fx.Node], counted: Container[fx.Node]) -> list[int]:
     mixers = [i for i, node in enumerate(nodes) if mixer_of_chunk(node.target)]
     if len(mixers) < 2:
         return []
-    alive = _alive(nodes, lambda node: int(node in counted))
-    tuples = _alive(nodes, lambda node: int(any(is_item(user) for user in node.users)))  # stay in a segment
+    position: dict[fx.Node, int] = {node: i for i, node in enumerate(nodes)}
+    readers = [[position.get(user, len(nodes)) for user in _users(node)] for node in nodes]
+    last_read = [max(positions, default=i) for i, positions in enumerate(readers)]
+    alive = _alive(last_read, [node in counted for node in nodes])
+    tuples = _alive(last_read, [any(map(is_item, node.users)) for node in nodes])  # stay in a segment
     least = [
         min((alive[i] for i in range(first + 1, second + 1) if not tuples[i]), default=-1)
         for first, second in itertools.pairwise(mixers)
@@ -383,12 +395,12 @@ def _cuts(nodes: Sequence[fx.Node], counted: Container[fx.Node]) -> list[int]:
     return cuts[1:]
 
 
-def _alive(nodes: Sequence[fx.Node], weight: Callable[[fx.Node], int]) -> list[int]:
-    """Return for every position the weight of the values that are computed before it and read at or after it."""
-    position: dict[Any, int] = {node: i for i, node in enumerate(nodes)}
-    changes = [0] * (len(nodes) + 2)
-    for i, node in enumerate(nodes):
-        last = max((position.get(user, len(nodes)) for user in _users(node)), default=i)
-        changes[i + 1] += weight(node)
-        changes[last + 1] -= weight(node)
+def _alive(last_read: Sequence[int], counts: Sequence[bool]) -> list[int]:
+    """Return for every position the number of values that are computed before it and read at or after it, among those
+    that count."""
+    changes = [0] * (len(last_read) + 2)
+    for i, last in enumerate(last_read):
+        if counts[i]:
+            changes[i + 1] += 1
+            changes[last + 1] -= 1
     return list(itertools.accumulate(changes))

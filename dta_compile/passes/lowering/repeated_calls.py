@@ -22,6 +22,7 @@ from torch import fx
 from dta_compile.ops.library import is_random
 from dta_compile.passes.graphs.nodes import First, descendants
 from dta_compile.passes.graphs.storage import owner
+from dta_compile.passes.graphs.subgraph import add_call
 from dta_compile.passes.program import has_tensor, output_node, writes_in_place
 from dta_compile.passes.symbols import SYMBOLIC, depends_on_data
 from dta_compile.torch_compat.autograd import get_dynamic_layer_stack_depth
@@ -178,10 +179,13 @@ def _selects(node: fx.Node) -> bool:
 
 def _copied(known: _Traced, arguments: _Arguments) -> Any:
     copies, tracer = dict(zip(known.arguments, arguments.nodes, strict=True)), arguments.tracer
+    line = fx.traceback.get_current_meta().get("stack_trace")
     for node in known.nodes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: copies.get(arg, arg))
-        copies[node] = copy = tracer.create_node(node.op, node.target, args, kwargs)
-        copy.meta = {**node.meta, **copy.meta}  # the user's line is that of this call
+        copies[node] = copy = add_call(tracer.graph, node.target, args, kwargs)
+        copy.meta.update(node.meta)
+        if line:
+            copy.meta["stack_trace"] = line
 
     def result(origin: int | fx.Node) -> torch.Tensor:
         if isinstance(origin, int):

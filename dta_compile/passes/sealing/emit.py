@@ -103,8 +103,10 @@ class _Emitter:
         stages = list(chunk.of_kinds())
         reads = [slot for stage in chunk.stages for slot in stage.reads]
         left = Counter(reads)
+        transposed = {slot: chunk.inputs + i for i, slot in enumerate(self.transposed)}
+        accumulators = {slot: i for i, slot in enumerate(self.trained)}
         taken: set[int] = set()  # kept values that an earlier stage takes
-        anchors = self._anchors()
+        anchors = self.anchors
         for number, (stage, kind) in enumerate(stages):
             left.subtract(stage.reads)
             done = {slot for slot in stage.reads if not left[slot] and slot >= chunk.inputs} - set(chunk.outputs)
@@ -113,8 +115,7 @@ class _Emitter:
                 kind=stage.kind,
                 layers=stage.layers,
                 reads=tuple(
-                    chunk.inputs + self.transposed.index(slot) if i in kind.transposed else self._slot(slot)
-                    for i, slot in enumerate(stage.reads)
+                    transposed[slot] if i in kind.transposed else self._slot(slot) for i, slot in enumerate(stage.reads)
                 ),
                 writes=tuple(map(self._slot, stage.writes)),
                 last_reads=tuple(map(self._slot, sorted(done))),
@@ -123,12 +124,13 @@ class _Emitter:
                 last_kept=tuple(dict.fromkeys(position for position in kept if position not in taken)),
                 tangents=tuple(self._slot(stage.writes[i]) for i in kind.differentiated),
                 gradients=tuple(self._slot(stage.reads[i]) for i in kind.gradients if i not in kind.parameters),
-                accumulators=tuple(self.trained.index(stage.reads[i]) for i in kind.parameters),
+                accumulators=tuple(accumulators[stage.reads[i]] for i in kind.parameters),
                 only_states=anchors[number],
             )
             taken |= set(kept)
 
-    def _anchors(self) -> list[bool | None]:
+    @functools.cached_property
+    def anchors(self) -> list[bool | None]:
         """Return `Stage.only_states` by stage: an anchor runs stages with mixers, and stages that these depend on."""
         needed: set[int] = set()
         only_states: list[bool | None] = []
@@ -160,7 +162,7 @@ class _Emitter:
 
     def _forward_peaks(self, name: str) -> Peaks:
         """Return the peaks of a forward graph: each stage allocates on top of what earlier stages have left."""
-        chunk, anchors, live = self.chunk, self._anchors(), _Live()
+        chunk, anchors, live = self.chunk, self.anchors, _Live()
         left = Counter(slot for stage in chunk.stages for slot in stage.reads)
         returned = set() if name == "cache_only" else set(chunk.outputs)
         kept_memory = (

@@ -234,11 +234,11 @@ def comparison(program: Program) -> Comparison:
 
 
 def _why_incomparable(program: Program) -> str:
-    for node in program.graph.nodes:
-        if is_random(node.target):
-            return f"{node.target} draws random numbers"
-        if node.target in COLLECTIVES or "c10d" in str(getattr(node.target, "namespace", "")):
-            return f"{node.target} waits for other ranks"
+    for target in dict.fromkeys(node.target for node in program.graph.nodes):
+        if is_random(target):
+            return f"{target} draws random numbers"
+        if target in COLLECTIVES or "c10d" in str(getattr(target, "namespace", "")):
+            return f"{target} waits for other ranks"
     if any(layer.mask is not None for batch in programs_of(program)[1:] for layer in batch.attention):
         return "it runs the model on batches of several sizes, with masks of their own"
     return "it indexes by rounded values" if indices_from_values(program) else ""
@@ -246,20 +246,22 @@ def _why_incomparable(program: Program) -> str:
 
 def _precision(program: Program) -> torch.dtype:
     """Return the least precise dtype among values that depend on parameters."""
-    values = [node.meta["val"] for node in program.parameter_dependent if is_tensor(node)]
-    dtypes = {value.dtype.to_real() for value in values if _is_rounded(value)} or {torch.float64}
+    dtypes = {node.meta["val"].dtype for node in program.parameter_dependent if is_tensor(node)}
+    dtypes = {dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex} or {torch.float64}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def choices(program: Program) -> set[fx.Node]:
     """Return the discrete choices (of an expert, a token) that depend on parameters: rounding may change them."""
-    chosen = set()
-    for node in program.parameter_dependent:
+
+    def is_choice(node: fx.Node) -> bool:
         values = node.meta.get("val")
-        results = values if isinstance(values, (tuple, list)) else [values]
-        if any(isinstance(value, torch.Tensor) and not _is_rounded(value) for value in results):
-            chosen.add(node)
-    return chosen
+        if isinstance(values, torch.Tensor):
+            return not _is_rounded(values)
+        results = values if isinstance(values, (tuple, list)) else ()
+        return any(isinstance(value, torch.Tensor) and not _is_rounded(value) for value in results)
+
+    return set(filter(is_choice, program.parameter_dependent))
 
 
 def _is_rounded(value: torch.Tensor) -> bool:
@@ -289,11 +291,18 @@ def _indexed_by_data(program: Program) -> frozenset[sympy.Symbol]:
     computed: set[fx.Node] = set()  # from tensor inputs
     symbols: set[sympy.Symbol] = set()
     for node in program.graph.nodes:
-        if (is_tensor(node) and node.op == "placeholder") or any(arg in computed for arg in node.all_input_nodes):
+        if not computed.isdisjoint(node.all_input_nodes) or (node.op == "placeholder" and is_tensor(node)):
             computed.add(node)
-        if node.op in ("call_function", "call_module"):
+        if node.op in ("call_function", "call_module") and _may_index(node.target):
             symbols |= free_symbols(_indexed_sizes(node, computed, program))
     return frozenset(symbols)
+
+
+@functools.cache
+def _may_index(target: Any) -> bool:
+    """Return whether indices may be among the arguments of an operator; cached, since layers have the same ones."""
+    is_known = getattr(target, "namespace", "aten") in KNOWN_LIBRARIES and not isinstance(target, str)
+    return not is_known or getattr(target, "overloadpacket", None) in INDEXING or _is_assertion(target)
 
 
 def _indexed_sizes(node: fx.Node, computed: set[fx.Node], program: Program) -> Iterator[sympy.Expr]:
@@ -326,7 +335,8 @@ def indices_from_values(program: Program) -> bool:
             casts = node.target is aten._to_copy.default and node.args[0].meta["val"].is_floating_point()
             if (casts and node in program.parameter_dependent) or any(arg in rounded for arg in node.all_input_nodes):
                 rounded.add(node)
-        if rounded and node.op == "call_function" and any(True for _ in _indexed_sizes(node, rounded, program)):
+        may_index = rounded and node.op == "call_function" and _may_index(node.target)
+        if may_index and any(True for _ in _indexed_sizes(node, rounded, program)):
             return True
     return False
 

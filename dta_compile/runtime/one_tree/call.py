@@ -170,11 +170,15 @@ def over_ranks(own: PlannedCall, mode: str, group: Group, is_forced: bool) -> Pl
     require_alike(facts)
     limits = own.plan.limits.agreed([of_rank.limits for of_rank in facts]).of_sweep("stages")
     sizes = [size for size in range(group.size, 1, -1) if group.size % size == 0] or [1]
-    ways = [_way(own, mode, facts, limits, group.rank, size) for size in (sizes[:1] if is_forced else sizes)]
+    ways: list[_Way] = []
+
+    def planned() -> list[float]:
+        ways.extend(_way(own, mode, facts, limits, group.rank, size) for size in (sizes[:1] if is_forced else sizes))
+        return [way.plan.estimates.seconds for way in ways]
+
+    # A part plans its own tree alone, so the others learn of its time, or of its error.
+    seconds = [max(of_ranks) for of_ranks in zip(*group.gather_checked(planned), strict=True)]
     slowest = max(limits.cost.estimate(of_rank.counts) for of_rank in facts)
-    # A part plans its own tree alone, so the others learn of its time.
-    seconds = [way.plan.estimates.seconds for way in ways]
-    seconds = [max(of_ranks) for of_ranks in zip(*(group.gather(seconds) if len(ways) > 1 else [seconds]), strict=True)]
     way = ways[seconds.index(min(seconds))]
     times = zip(ways, seconds, strict=True)
     relative = [f"{number / max(slowest, 1e-9):.2f} over {of_way.size} ranks" for of_way, number in times]

@@ -131,7 +131,8 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     names = arguments.trees.split(",")
-    known = catalogue(arguments.rollouts, names if arguments.rollouts else (), MOST_TOKENS)
+    files = [name for name in names if name != "long"]
+    known = catalogue(arguments.rollouts, files if arguments.rollouts else (), MOST_TOKENS)
     builders = {name: entry.build for name, entry in known.items()} | {"long": long_tree}
     if unknown := set(names) - set(builders):
         parser.error(f"unknown trees {', '.join(sorted(unknown))}; known: {', '.join(builders)}")

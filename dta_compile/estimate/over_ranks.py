@@ -7,7 +7,6 @@ time, as if none of it was hidden behind computation; gathering and reducing par
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from dta_compile.data import Recorded
@@ -25,7 +24,7 @@ from dta_compile.estimate.predict import (
 )
 from dta_compile.options import Options
 from dta_compile.plan import Limits, Plan, PrefixTree, Schedule, balance, bytes_of_halves, make_plan, simulate
-from dta_compile.plan.cost import BUDGET_SHARE, BY_CHUNKS, BY_STAGES, chunk_sizes
+from dta_compile.plan.cost import BUDGET_SHARE, BY_STAGES, chunk_sizes
 from dta_compile.plan.dealing import blocks, deal_out, exchange_seconds, schedule_of
 from dta_compile.plan.division.pieces import Dealing
 from dta_compile.plan.plan import plan_one_tree
@@ -134,16 +133,16 @@ class OverRanks:
         parts, sums = parts_of(self.shape, self.ranks), self.shape.parameters * float(SUM)
         footprint, asked = footprint_of(self.shape), self.options.memory_budget
 
-        def of_sweep(sweep: str, sums: float, graph_token: float, most: int) -> tuple[int, tuple[int, ...]]:
+        def budget_of(sweep: str, taken: float) -> int:
             assert self.device is not None
-            free = int(max(self.device.memory - self._held(sweep) - sums, 0) * BUDGET_SHARE)
-            budget = free if asked is None else asked
-            return budget, chunk_sizes(budget or math.inf, graph_token, most)
+            free = int(max(self.device.memory - self._held(sweep) - taken, 0) * BUDGET_SHARE)
+            return free if asked is None else asked
 
-        of_layers = max(part.sums for part in parts), parts[0].footprint.graph_token, BY_STAGES
-        budget, sizes = of_sweep("chunks", sums, footprint.graph_token, BY_CHUNKS)
+        budget, of_layers = budget_of("chunks", sums), budget_of("stages", max(part.sums for part in parts))
+        boundaries = tree.num_rows * sum(part.sent for part in parts)
+        sizes = chunk_sizes(budget, footprint.graph_token)
+        by_stages = of_layers, chunk_sizes(of_layers, parts[0].footprint.graph_token, BY_STAGES, boundaries)
         cost, heads = cost_of(self.shape, self.device), head_starts_of(tree, sequences)
-        by_stages = of_sweep("stages", *of_layers)
         return Limits(budget, footprint, cost, heads, sizes, sums, parts, asked is not None, by_stages)
 
 

@@ -31,7 +31,7 @@ from dta_compile.plan import (
     bytes_of_halves,
     make_plan,
 )
-from dta_compile.plan.cost import BUDGET_SHARE, BY_CHUNKS, BY_STAGES, chunk_sizes
+from dta_compile.plan.cost import BUDGET_SHARE, BY_STAGES, chunk_sizes
 from dta_compile.plan.schedule import SWEEPS
 from dta_compile.plan.simulate import causal_pairs
 from dta_compile.plan.tree.prefix_tree import IntArray
@@ -337,8 +337,12 @@ class _Step:
     def planned(self, sweep: str, name: str, budget: int | None) -> tuple[Prediction, Plan]:
         """Plan a sweep with a budget, and return its prediction and the plan."""
         options = dataclasses.replace(self.options, sweep=sweep)
-        footprint, most = (self.footprint, BY_CHUNKS) if sweep == "chunks" else (self.parts[0].footprint, BY_STAGES)
-        sizes = chunk_sizes(math.inf if budget is None else budget, footprint.graph_token, most)
+        room = math.inf if budget is None else budget
+        if sweep == "chunks":
+            sizes = chunk_sizes(room, self.footprint.graph_token)
+        else:
+            boundaries = self.tree.num_rows * sum(part.sent for part in self.parts)
+            sizes = chunk_sizes(room, self.parts[0].footprint.graph_token, BY_STAGES, boundaries)
         limits = Limits(budget, self.footprint, self.cost, self.heads, sizes, self.sums, self.parts)
         if sweep == "stages" and budget is not None:
             limits = dataclasses.replace(limits, room=self.room)

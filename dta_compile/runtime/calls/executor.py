@@ -7,6 +7,7 @@ streaming mode runs all ops at once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,6 +73,11 @@ class BatchChunk:
     work: Work
     replayable: bool
 
+    @functools.cached_property
+    def readers_on_device(self) -> torch.Tensor:
+        """`readers` on the device."""
+        return upload(self.readers, self.rows.device)
+
 
 @dataclasses.dataclass
 class HeadChoice:
@@ -136,6 +142,7 @@ class Executor:
         stopwatch: times every run of a graph.
         lease: replays CUDA graphs of small chunks, on its own `path`; None: no replay.
         codes: generated code that all graphs run, fixed when the executor is made.
+        chunks: chunks on this batch, and whether with their head rows; parts of a call without `lease` share them.
     """
 
     def __init__(
@@ -148,11 +155,13 @@ class Executor:
         stopwatch: Stopwatch,
         lease: Lease | None = None,
         codes: Codes = NO_CODES,
+        chunks: dict[tuple[Chunk, bool], BatchChunk] | None = None,
     ) -> None:
         """`frontier`: the frontier values that the part computes."""
         self.part, self.joint, self.frontier = part, part.graphs, list(frontier)
         self.data, self.rows, self.path = data, rows, path
         self.stopwatch, self.lease, self.codes = stopwatch, lease, codes
+        self.chunks = {} if chunks is None else chunks
         with torch.no_grad():
             self.transposes = self.joint.transposes(data.whole)
         self.head_rows = rows.position_rows[rows.head_positions]  # [H] tree row of every head row
@@ -341,6 +350,15 @@ class Executor:
         return gradient.to(value.dtype)
 
     def _on_batch(self, chunk: Chunk, heads: bool = True) -> BatchChunk:
+        """Return a chunk on this batch, made once: with every layer, each upload would keep a GPU waiting."""
+        known = self.chunks.get((chunk, heads))
+        if known is None:
+            known = self._made(chunk, heads)
+            if self.path.device.type != "cpu":  # where nothing is uploaded, and shapes hold masks of their attention
+                self.chunks[chunk, heads] = known
+        return known
+
+    def _made(self, chunk: Chunk, heads: bool) -> BatchChunk:
         tree, starts, device = self.rows.tree, self.rows.head_starts, self.path.device
         ranges = tree.chunk_ranges(chunk)
         head_ranges = [(int(starts[start]), int(starts[stop])) for start, stop in ranges] if heads else []
@@ -367,7 +385,7 @@ class Executor:
 
     def _inputs(self, chunk: Chunk, batch_chunk: BatchChunk, active: HeadChoice | None) -> list[torch.Tensor]:
         data = self.data
-        head = [upload(batch_chunk.readers, self.path.device)] if data.reads_heads else []
+        head = [batch_chunk.readers_on_device] if data.reads_heads else []
         head += [item.read(batch_chunk.heads) for item in data.head]
         if active is not None:
             head = [value.index_select(0, active.index) for value in head]

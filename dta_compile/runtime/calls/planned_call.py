@@ -32,7 +32,7 @@ from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.plan.tree.split_prefixes import SplitPrefixes
 from dta_compile.proofs.mask_class import CERTAIN
 from dta_compile.runtime.calls.call import Call
-from dta_compile.runtime.calls.executor import ChunkData, Executor
+from dta_compile.runtime.calls.executor import BatchChunk, ChunkData, Executor
 from dta_compile.runtime.calls.masks import ReadMasks
 from dta_compile.runtime.calls.mixers import runtimes_of
 from dta_compile.runtime.measure.budget import default_budget
@@ -143,7 +143,8 @@ class PlannedCall(Call):
             lease = cache.lease(*layers, capacity, self.device, attention, parameters, codes)
         path = lease.path if lease else self.path(part)
         path.watch(self._fillers(part))
-        executor = Executor(part, frontier, data, self.rows, path, watch, lease, codes)
+        shared = None if lease else self._chunks  # chunks that are replayed are padded
+        executor = Executor(part, frontier, data, self.rows, path, watch, lease, codes, shared)
         if lease:
             weakref.finalize(executor, lease.arena.release)  # however the call ends
         return executor
@@ -203,9 +204,21 @@ class PlannedCall(Call):
         )
 
     def _gathered(self, item: ChunkInput, of_head: bool) -> Gathered:
-        """Return an input by tree row, or by head row."""
-        coordinates = self.rows.head_coordinates if of_head else self.rows.row_coordinates
-        return gathered(item, self.dense[item.slot], self.rows, coordinates, self.window(item.layout.frame))
+        """Return an input by tree row, or by head row; its rows are uploaded once for all parts."""
+        key = item, of_head
+        if key not in self._inputs:
+            coordinates = self.rows.head_coordinates if of_head else self.rows.row_coordinates
+            value, window = self.dense[item.slot], self.window(item.layout.frame)
+            self._inputs[key] = gathered(item, value, self.rows, coordinates, window)
+        return self._inputs[key]
+
+    @functools.cached_property
+    def _inputs(self) -> dict[tuple[ChunkInput, bool], Gathered]:
+        return {}
+
+    @functools.cached_property
+    def _chunks(self) -> dict[tuple[Chunk, bool], BatchChunk]:
+        return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -390,11 +403,11 @@ def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
 def _by_stages(call: Call, parts: Sequence[PartBytes], rows: BatchRows) -> tuple[int, tuple[int, ...]]:
     """Return memory budget and chunk sizes for a sweep by stages: sums and activations of one part at a time."""
     budget = call.context.options.memory_budget
+    boundary_bytes = rows.tree.num_rows * sum(part.written_bytes for part in call.executable.parts)
     if budget is None:
-        boundary_bytes = rows.tree.num_rows * sum(part.written_bytes for part in call.executable.parts)
         budget = default_budget(call.device, int(max(part.sums for part in parts) + boundary_bytes))
     widest = max(part.footprint.graph_token + part.footprint.graph_head for part in parts)
-    return budget, chunk_sizes(budget, widest, BY_STAGES)
+    return budget, chunk_sizes(budget, widest, BY_STAGES, boundary_bytes)
 
 
 def _runs_generated(call: Call) -> bool:

@@ -64,7 +64,7 @@ class PieceExecutor(Executor):
     def _has_gradient(self, chunk: Chunk, batch_chunk: BatchChunk) -> bool:
         return True
 
-    def _on_batch(self, chunk: Chunk, heads: bool = True) -> BatchChunk:
+    def _made(self, chunk: Chunk, heads: bool) -> BatchChunk:
         tree, starts, device = self.rows.tree, self.rows.head_starts, self.path.device
         number, piece = self.pieces[chunk]
         first, last = int(starts[piece.start]), int(starts[piece.stop]) if heads else int(starts[piece.start])

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 import dta_compile
+from dta_compile.runtime.calls import executor
+from dta_compile.runtime.rows import buffers, dense_to_tree
+from dta_compile.runtime.rows.upload import upload
 from tests.support.families import V, build
 from tests.support.helpers import logits, make_batch, rollouts
 from tests.support.simulated_device import DEVICE, Device, OnDevice, simulated
@@ -54,6 +57,24 @@ def test_a_step_on_the_device(options):
             check_gradients(device, model, expected[1])
     assert device.waits, "the tree is built on the host"
     assert not [what for what, in_schedule in device.waits if in_schedule]
+
+
+def uploads_of_a_step(layers, monkeypatch):
+    """Return the number of arrays that a step by stages uploads, where nothing is kept."""
+    model, uploaded = TinyLM(layers=layers), []
+    for module in (executor, buffers, dense_to_tree):
+        monkeypatch.setattr(module, "upload", lambda array, device: uploaded.append(array) or upload(array, device))
+    with simulated() as device:
+        options = {"chunk_size": 5, "attention": "reference", "memory_budget": 0, "sweep": "stages"}
+        out = torch.compile(model, backend="dta", options=options)(IDS, MASK)
+        with device:
+            (out * device.put(WEIGHTS)).sum().backward()
+    return len(uploaded)
+
+
+def test_layers_share_what_a_step_uploads(monkeypatch):
+    """The GPU waits for each upload, so that a step with chunks of 2,048 tokens took four times as long."""
+    assert 0 < uploads_of_a_step(3, monkeypatch) <= uploads_of_a_step(1, monkeypatch)
 
 
 def test_a_streaming_step_on_the_device():

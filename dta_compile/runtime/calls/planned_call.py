@@ -28,6 +28,7 @@ from dta_compile.plan import Footprint, Limits, PartBytes, Plan, bytes_of_halves
 from dta_compile.plan.cost import BY_STAGES, chunk_sizes
 from dta_compile.plan.schedule import Anchor, Backward, Forward
 from dta_compile.plan.simulate import by_group, simulate
+from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.plan.tree.split_prefixes import SplitPrefixes
 from dta_compile.proofs.mask_class import CERTAIN

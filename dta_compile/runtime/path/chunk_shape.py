@@ -109,6 +109,29 @@ class ChunkShape:
                 reaches[:] = part.end
         return ends
 
+    @functools.cached_property
+    def trunk(self) -> int:
+        """Number of its first tokens that all of its later tokens read: a root path above branches; 0: none."""
+        root = self.segments[0]
+        if root.end < self.tokens:
+            return 0
+        return min((part.depth - root.depth for part in self.segments if part.parent == 0), default=0)
+
+    @functools.cached_property
+    def divided(self) -> tuple[ChunkShape, ChunkShape]:
+        """The shape of `trunk`, and that of the tokens after it, with the trunk on the stack."""
+        trunk, root = self.trunk, self.segments[0]
+        from_trunk = [part.parent == 0 and part.depth == root.depth + trunk for part in self.segments]
+        left = []
+        if root.last > trunk:  # the rest of the first slice, with the branches that hang from it
+            end = self.segments[from_trunk.index(True)].first
+            left.append(Segment(0, root.last - trunk, end - trunk, root.depth + trunk, -1))
+        dropped = 1 - len(left)
+        for part, is_from_trunk in list(zip(self.segments, from_trunk, strict=True))[1:]:
+            parent = -1 if is_from_trunk else part.parent - dropped
+            left.append(Segment(part.first - trunk, part.last - trunk, part.end - trunk, part.depth, parent))
+        return ChunkShape.run(self.start, trunk), ChunkShape.of(self.start + trunk, 0, left)
+
     def cut_by(self, limit: Limit | None) -> Limit | None:
         """Return the limit if it cuts off any token of the chunk; else None."""
         return limit if limit is not None and limit.tokens < self.height else None

@@ -57,6 +57,22 @@ def test_a_table_lists_the_blocks_that_are_read(shape):
         assert sorted(listed) == list(range(columns))
 
 
+@settings(max_examples=80, deadline=None)
+@given(shape=shapes(sizes=(1, 2, 3, 8)))
+def test_a_chunk_is_divided_below_what_all_of_its_branches_read(shape):
+    tokens, trunk = range(shape.tokens), shape.trunk
+    allowed = shape.allowed(tokens, tokens)
+    if len(shape.segments) > 1 and shape.segments[0].end == shape.tokens:
+        assert trunk > 0
+    if trunk:
+        above, below = shape.divided
+        assert (above.tokens, below.start) == (trunk, shape.start + trunk)
+        assert allowed[trunk:, :trunk].all()
+        assert (allowed[:trunk, :trunk] == above.allowed(range(trunk), range(trunk))).all()
+        assert (allowed[trunk:, trunk:] == below.allowed(range(below.tokens), range(below.tokens))).all()
+        assert (shape.subtree_ends[trunk:] == below.subtree_ends + trunk).all()
+
+
 def test_a_chunk_that_is_not_in_depth_first_order_has_no_table():
     parts = [Segment(0, 4, 6, 0, -1), Segment(4, 5, 5, 2, 0), Segment(5, 6, 6, 3, 0)]  # from token 1, then from token 2
     with pytest.raises(AssertionError, match="depth-first"):

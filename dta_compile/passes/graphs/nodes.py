@@ -76,6 +76,32 @@ def full_for(node: fx.Node, shape: list[Any], number: Any) -> fx.Node:
     return full
 
 
+def constructed(graph: fx.Graph, target: Any, *args: Any, like: torch.Tensor) -> fx.Node:
+    """Insert a constructor of a value with the dtype and device of `like`."""
+    with like.fake_mode:  # type: ignore[attr-defined]
+        return call(graph, target, *args, dtype=like.dtype, device=like.device, pin_memory=False)
+
+
+def raised(value: fx.Node, count: int, dim: int = 0) -> fx.Node:
+    """Add dimensions of size 1, in front or (with `dim` -1) at the end."""
+    for _ in range(count):
+        value = call(value.graph, aten.unsqueeze.default, value, dim)
+    return value
+
+
+def regrouped(value: fx.Node, shape: list[Any], dims: int = 1) -> fx.Node:
+    """Reshape the first dimensions of a value to `shape`; the sizes of the others are numbers."""
+    rest = [int(size) for size in value.meta["val"].shape[dims:]]
+    return call(value.graph, aten.reshape.default, value, [*shape, *rest])
+
+
+def repeated(value: fx.Node, times: Any) -> fx.Node:
+    """Repeat each row of `[N, ...]` in place, `[N * times, ...]`; `times` is a number, or the node of one."""
+    wide = call(value.graph, aten.unsqueeze.default, value, 1)
+    wide = call(value.graph, aten.expand.default, wide, [-1, times, *[-1] * (value.meta["val"].dim() - 1)])
+    return regrouped(wide, [-1], 2)
+
+
 class First:
     """Common subexpressions: `ids.eq(1).cumsum(1)` may be written once for each layer. `draws` are never common."""
 

@@ -29,7 +29,7 @@ from torch import fx
 
 from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
 from dta_compile.passes.axes.shape_rules import order_of
-from dta_compile.passes.graphs.nodes import call, descendants, erase_unused, filled_with, is_float
+from dta_compile.passes.graphs.nodes import call, descendants, erase_unused, filled_with, is_float, raised
 from dta_compile.passes.graphs.operators import COPIES, LINEAR_LAYERS, MATRIX_PRODUCTS, RESHAPES, TRANSPOSITIONS
 from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import expression, sizes
@@ -400,9 +400,7 @@ class _Shifts:
         self._require(rest.begin <= count)
         length = self._size_of_call()
         positions = call(self.graph, aten.arange.default, length, device=self.root.meta["val"].device)
-        is_first = call(self.graph, aten.lt.Scalar, positions, count)
-        for _ in range(self.back - 1):
-            is_first = call(self.graph, aten.unsqueeze.default, is_first, -1)
+        is_first = raised(call(self.graph, aten.lt.Scalar, positions, count), self.back - 1, -1)
         return _Extended(call(self.graph, aten.where.self, is_first, first.node, rest.node), first.begin)
 
     def _size_of_call(self) -> fx.Node:

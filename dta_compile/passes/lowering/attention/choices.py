@@ -23,7 +23,7 @@ from dta_compile.ops.attention import Masking
 from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, CHOSEN, Choosing
 from dta_compile.ops.scoring import Scoring
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import call, descendants, erase_unused
+from dta_compile.passes.graphs.nodes import call, constructed, descendants, erase_unused
 from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS
 from dta_compile.passes.lowering.attention.blocks import Blocks, Written, operand_of_blocks
 from dta_compile.passes.lowering.attention.factors import (
@@ -93,9 +93,7 @@ def _scattered(arranger: Arranger, written: Written, choice: fx.Node | None) -> 
     graph, shape = arranger.graph, [arranger.sizes.build(size) for size in scores]
     if None in shape or len(shape) not in (3, 4):
         raise Mismatch(f"a mask of sizes {scores}")
-    kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-    with value.fake_mode:
-        base, filled = (call(graph, aten.full.default, shape, number, **kwargs) for number in written.numbers)
+    base, filled = (constructed(graph, aten.full.default, shape, number, like=value) for number in written.numbers)
     if choice is None:
         return filled
     chosen = call(graph, CHOSEN, choice, shape[-1])

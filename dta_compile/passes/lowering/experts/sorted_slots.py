@@ -30,7 +30,7 @@ from torch import fx
 
 from dta_compile.ops.experts.operators import EXPERT_LINEAR
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import First, call, erase_unused, is_float, is_item
+from dta_compile.passes.graphs.nodes import First, call, erase_unused, is_float, is_item, regrouped, repeated
 from dta_compile.passes.graphs.operators import COPIES, RANGES, RESHAPES
 from dta_compile.passes.lowering.experts.expert_counts import SORTS, Counts, is_exact_cast
 from dta_compile.passes.lowering.experts.row_operators import RowOperators, Rows, Unproven
@@ -248,17 +248,11 @@ class _Unsorting:
 
     def _of_each_slot(self, value: fx.Node) -> fx.Node:
         """Repeat the rows of `[N, ...]` to `[N * k, ...]`."""
-        if self.slots == 1:
-            return value
-        rest = [int(size) for size in value.meta["val"].shape[1:]]
-        value = call(self.graph, aten.unsqueeze.default, value, 1)
-        value = call(self.graph, aten.expand.default, value, [-1, self.slots, *(-1 for _ in rest)])
-        return call(self.graph, aten.reshape.default, value, [-1, *rest])
+        return value if self.slots == 1 else repeated(value, self.slots)
 
     def _by_token(self, value: fx.Node) -> fx.Node:
         """Reshape `[N * k, ...]` to `[N, k, ...]`."""
-        rest = [int(size) for size in value.meta["val"].shape[1:]]
-        return call(self.graph, aten.reshape.default, value, [-1, self.slots, *rest])
+        return regrouped(value, [-1, self.slots])
 
     def _add(self, node: fx.Node, index: Numbers, value: fx.Node) -> None:
         if index.group is not None:
@@ -455,7 +449,7 @@ class _Unsorting:
             written = self.graph.call_function(aten.index_put.default, (joined, list(self._condition(number)), part))
             written.meta = {**node.meta, "val": joined.meta["val"]}
             joined = written
-        flat = call(self.graph, aten.reshape.default, joined, [-1, *rest])
+        flat = regrouped(joined, [-1], 2)
         flat.meta = {**node.meta, "val": flat.meta["val"]}
         self.changed = True
         node.meta["val"] = flat.meta["val"]  # with the symbol for the number of all slots

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -164,20 +163,20 @@ def _encoded(self: Any, method: Callable[..., Any], args: tuple[Any, ...], kwarg
         return torch.compiler.disable(method)(self, *args, **kwargs)
     handle = _handle("Encoder", self, method, positional, keyword)
     features = encode(handle, *tensors)
-    if _has_others(handle):
+    if _of_form(handle, "has_others"):
         return torch.compiler.disable(method)(self, *args, **kwargs)
     _guard_trained(self, handle)
     left = iter(features)
-    fields = {name: _restored(form, left) for name, form in _fields(handle)}
-    return _class(handle)(**fields) if fields else method(self, *args, **kwargs)
+    fields = {name: _restored(form, left) for name, form in _of_form(handle, "fields")}
+    return _of_form(handle, "returned")(**fields) if fields else method(self, *args, **kwargs)
 
 
 def _guard_trained(self: Any, handle: int) -> None:
     """Have a call with other trained weights traced anew: Dynamo guards what is read here."""
-    for name in _modules(handle):
+    for name in _of_form(handle, "modules"):
         for weight in self.get_submodule(name).parameters():
             weight.requires_grad  # noqa: B018
-    for name in _weights(handle):
+    for name in _of_form(handle, "weights"):
         self.get_parameter(name).requires_grad  # noqa: B018
 
 
@@ -260,28 +259,9 @@ def _handle(kind: str, module: Any, method: Callable[..., Any], positional: Any,
 
 
 @torch.compiler.assume_constant_result
-def _modules(handle: int) -> tuple[str, ...]:
-    return encoder_of(handle).form.modules
-
-
-@torch.compiler.assume_constant_result
-def _weights(handle: int) -> tuple[str, ...]:
-    return encoder_of(handle).form.weights
-
-
-@torch.compiler.assume_constant_result
-def _fields(handle: int) -> tuple[tuple[str, Any], ...]:
-    return encoder_of(handle).form.fields
-
-
-@torch.compiler.assume_constant_result
-def _has_others(handle: int) -> bool:
-    return encoder_of(handle).form.has_others
-
-
-@torch.compiler.assume_constant_result
-def _class(handle: int) -> type:
-    return encoder_of(handle).form.returned
+def _of_form(handle: int, name: str) -> Any:
+    """Return an attribute of the form of an encoder's results."""
+    return getattr(encoder_of(handle).form, name)
 
 
 def stand_in() -> None:
@@ -293,10 +273,7 @@ def stand_in() -> None:
     trace_rules.manual_torch_name_rule_map["torch._check_tensor_all"] = UserFunctionVariable
     trace_rules.get_torch_obj_rule_map.cache_clear()
     wrap_once(InstructionTranslator, "run", _with_modules)
-    if MODELS in sys.modules:
-        _wrap_models(sys.modules[MODELS])
-    else:
-        when_loaded(MODELS, _wrap_models)
+    when_loaded(MODELS, _wrap_models)
 
 
 @torch.compiler.allow_in_graph

@@ -32,7 +32,7 @@ from dta_compile.capture.flash_attention import copy_of
 from dta_compile.capture.flex_attention import eliminate_dead_code
 from dta_compile.errors import RefusalError
 from dta_compile.integrations.keywords import refuse_unknown
-from dta_compile.integrations.tracing import traces_for_this_backend
+from dta_compile.integrations.tracing import in_our_graphs
 from dta_compile.ops.causal_attention import segments_by_ends
 from dta_compile.ops.dtypes import autocast
 from dta_compile.ops.library import LIBRARY
@@ -300,32 +300,17 @@ def _substitute_functions(module: types.ModuleType) -> None:
             _known.add(original)
             own = copy_of(original)
             vars(own).update(vars(original))  # may hold a mark that Dynamo is not to trace it
-            _substitute(original, own, _no_function if is_fused else _definition_of(original, own, DEFINITIONS[name]))
+            ours = _no_function if is_fused else _definition_of(original, own, DEFINITIONS[name])
+            torch.compiler.substitute_in_graph(original, skip_signature_check=True)(in_our_graphs(ours, own))
 
 
 def _substitute_methods(layer: type) -> None:
     for name in METHODS.keys() & vars(layer).keys():
         own = vars(layer)[name]
         if isinstance(own, types.FunctionType) and own not in _known:
-            substitute = _or_own(_definition_of(own, own, METHODS[name]), own, own)
+            substitute = in_our_graphs(_definition_of(own, own, METHODS[name]), own)
             _known.add(substitute)
             setattr(layer, name, substitute)
-
-
-def _or_own(traced: Callable[..., Any], own: Callable[..., Any], original: types.FunctionType) -> Callable[..., Any]:
-    """Return a function that computes `traced` in graphs for this backend, and `own` elsewhere."""
-
-    @functools.wraps(original, updated=())
-    def substitute(*args: Any, **kwargs: Any) -> Any:
-        is_traced = torch.compiler.is_compiling() and traces_for_this_backend()
-        result = traced(*args, **kwargs) if is_traced else NotImplemented
-        return own(*args, **kwargs) if result is NotImplemented else result
-
-    return substitute
-
-
-def _substitute(original: types.FunctionType, own: Callable[..., Any], traced: Callable[..., Any]) -> None:
-    torch.compiler.substitute_in_graph(original, skip_signature_check=True)(_or_own(traced, own, original))
 
 
 def _no_function(*args: Any, **kwargs: Any) -> None:

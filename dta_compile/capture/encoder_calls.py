@@ -118,7 +118,6 @@ def _mode_of(tensors: tuple[torch.Tensor, ...]) -> Any:
 def _encoding(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method to be one node in graphs for this backend."""
 
-    @functools.wraps(method)
     def features(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() and traces_for_this_backend():
             return _encoded(self, method, args, kwargs)
@@ -133,7 +132,6 @@ def _positioning(method: Callable[..., Any]) -> Callable[..., Any]:
     Without images, and in generation, the method itself is traced.
     """
 
-    @functools.wraps(method)
     def position_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_ours = torch.compiler.is_dynamo_compiling() and traces_for_this_backend() and not is_in_nested_graph()
         media = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name not in OF_TEXT]
@@ -185,7 +183,6 @@ def _putting(method: Callable[..., Any]) -> Callable[..., Any]:
 
     names = tuple(inspect.signature(method).parameters)[1:]
 
-    @functools.wraps(method)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() and traces_for_this_backend() and not is_in_nested_graph():
             given = dict(zip(names, args, strict=False)) | kwargs
@@ -313,10 +310,8 @@ def _with_modules(run: Callable[[Any], None]) -> Callable[[Any], None]:
             kinds: dict[Any, Any] = {part: type(part) for part in parts}
             found = {part: kind for part, kind in kinds.items() if _takes_tokens(kind)}
             for part, kind in found.items():
-                is_inner = not any(other is not part and other in found for other in part.modules())
-                if is_inner and not hasattr(kind.forward, "of_dta"):
-                    kind.forward = _putting(kind.forward)
-                    kind.forward.of_dta = True
+                if not any(other is not part and other in found for other in part.modules()):
+                    wrap_once(kind, "forward", _putting)
         run(self)
 
     return run_with_modules
@@ -349,8 +344,5 @@ def _wrap_models(module: types.ModuleType) -> None:
 
 def _wrap(cls: type) -> None:
     for name in (*FEATURES, POSITIONS):
-        method = vars(cls).get(name)
-        if callable(method) and not hasattr(method, "of_dta"):
-            wrapped = _positioning(method) if name == POSITIONS else _encoding(method)
-            wrapped.of_dta = True  # type: ignore[attr-defined]
-            setattr(cls, name, wrapped)
+        if callable(vars(cls).get(name)):
+            wrap_once(cls, name, _positioning if name == POSITIONS else _encoding)

@@ -16,9 +16,15 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.graphs.operators import FILL_ARGUMENTS, FILL_NUMBERS, is_tagged_pointwise
+from dta_compile.passes.graphs.operators import (
+    DIFFERENTIABLE_COPIES,
+    FILL_ARGUMENTS,
+    FILL_NUMBERS,
+    RESHAPES,
+    is_tagged_pointwise,
+)
 from dta_compile.passes.program import has_tensor, writes_in_place
-from dta_compile.passes.symbols import expression, symbol_sources
+from dta_compile.passes.symbols import expression, sizes, symbol_sources
 from dta_compile.torch_compat.sizes import FloorDiv, Mod, PythonMod
 from dta_compile.torch_compat.tensors import enable_python_dispatcher
 
@@ -160,6 +166,32 @@ def descendants(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         if node.op != "output" and not reached.isdisjoint(node.all_input_nodes):
             reached.add(node)
     return reached
+
+
+def behind(node: fx.Node, operators: Collection[Any]) -> fx.Node:
+    """Follow operators back to the value that they are applied to, one to the first argument of the next."""
+    while node.target in operators:
+        node = node.args[0]
+    return node
+
+
+def repeated_from(node: fx.Node, dim: int, times: int | None = None) -> fx.Node | None:
+    """Return the value whose entries along a dimension a node repeats, each so many times in a row; None: it is none.
+
+    That is the `x` of `x[:, :, None].expand(B, H, times, S, D).reshape(B, H * times, S, D)`.
+    """
+    wide = behind(node.args[0], DIFFERENTIABLE_COPIES) if node.target in RESHAPES else node
+    raised = behind(wide.args[0], DIFFERENTIABLE_COPIES) if wide.target is aten.expand.default else node
+    if wide is node or raised.target is not aten.unsqueeze.default:
+        return None
+    source = behind(raised.args[0], DIFFERENTIABLE_COPIES)
+    before, between, after = sizes(source), list(sizes(wide)), sizes(node)
+    if len(between) != len(before) + 1 or raised.args[1] % len(between) != dim + 1:
+        return None
+    number = between.pop(dim + 1)
+    repeats_others = any(own == 1 != other for own, other in zip(before, between, strict=True))
+    is_merged = len(after) == len(before) and after[:dim] + after[dim + 1 :] == before[:dim] + before[dim + 1 :]
+    return source if is_merged and not repeats_others and times in (None, number) else None
 
 
 def swaps(node: fx.Node) -> bool:

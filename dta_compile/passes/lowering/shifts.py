@@ -29,7 +29,7 @@ from torch import fx
 
 from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
 from dta_compile.passes.axes.shape_rules import order_of
-from dta_compile.passes.graphs.nodes import call, descendants, erase_unused, filled_with, is_float, raised
+from dta_compile.passes.graphs.nodes import behind, call, descendants, erase_unused, filled_with, is_float, raised
 from dta_compile.passes.graphs.operators import COPIES, LINEAR_LAYERS, MATRIX_PRODUCTS, RESHAPES, TRANSPOSITIONS
 from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import expression, sizes
@@ -364,8 +364,7 @@ class _Shifts:
         product = node.args[0]
         self._require(product.target in LINEAR_LAYERS)
         *bias, matrix, weight = product.args
-        while matrix.target in RESHAPES | COPIES:
-            matrix = matrix.args[0]
+        matrix = behind(matrix, RESHAPES | COPIES)
         shape = sizes(matrix)
         self._require(self.back == 2 and len(shape) == 3 and sizes(node)[:2] == shape[:2] and not product.kwargs)
         self._require(not any(size.free_symbols for one in (*bias, weight) for size in sizes(one)))

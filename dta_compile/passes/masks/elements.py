@@ -17,6 +17,7 @@ from torch import fx
 from dta_compile.ops.chosen_keys import CHOSEN, choosing_of
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.axes.shape_rules import order_of, reshape_groups
+from dta_compile.passes.graphs.nodes import behind
 from dta_compile.passes.graphs.operators import (
     COPIES,
     FILLS,
@@ -114,9 +115,7 @@ class Elements(Entries):
     # Operators that move entries
 
     def _view(self, node: fx.Node, index: Indices) -> Term | None:
-        source = node.args[0]
-        while source.target in RESHAPES:
-            source = source.args[0]  # consecutive reshapes are one reshape
+        source = behind(node.args[0], RESHAPES)  # consecutive reshapes are one reshape
         before, after = sizes(source), sizes(node)
         source_index: dict[int, Term] = {}
         for group_in, group_out in reshape_groups(before, after):

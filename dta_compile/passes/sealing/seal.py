@@ -43,6 +43,7 @@ from dta_compile.passes.axes.layouts import is_tensor
 from dta_compile.passes.chunk.chunk_graph import chunk_device
 from dta_compile.passes.cuts.other_batches import programs_of
 from dta_compile.passes.cuts.row_epilogue import row_dim, row_layout
+from dta_compile.passes.graphs.nodes import behind
 from dta_compile.passes.graphs.operators import INDEX_ENTRIES, INDEX_EVERY_AXIS, INDEX_ONE_AXIS, SAME_ENTRIES
 from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.program import ChunkInput as LoweredInput
@@ -126,9 +127,7 @@ def _indexed_by(program: Program) -> dict[fx.Node, tuple[int, str, str]]:
             dim = node.args[1] if at == 2 else 0
             size, index = node.args[0].meta["val"].shape[dim], node.args[at]
             if isinstance(size, int) and size <= indexes.get(index, (size,))[0]:
-                source = index
-                while source.target in SAME_ENTRIES:
-                    source = source.args[0]
+                source = behind(index, SAME_ENTRIES)
                 indexes[index] = size, source.meta.get("source") or source.name, where(node)
     return indexes
 

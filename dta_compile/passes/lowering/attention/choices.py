@@ -23,7 +23,7 @@ from dta_compile.ops.attention import Masking
 from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, CHOSEN, Choosing
 from dta_compile.ops.scoring import Scoring
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import call, constructed, descendants, erase_unused
+from dta_compile.passes.graphs.nodes import behind, call, constructed, descendants, erase_unused
 from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS
 from dta_compile.passes.lowering.attention.blocks import Blocks, Written, operand_of_blocks
 from dta_compile.passes.lowering.attention.factors import (
@@ -106,9 +106,7 @@ def _scattered(arranger: Arranger, written: Written, choice: fx.Node | None) -> 
 
 def _are_of_keys(scores: fx.Node) -> bool:
     """Return whether scores are masked numbers of each key alone, the same for every query (Doge)."""
-    while scores.target in MASKED_FILLS:
-        scores = scores.args[0]
-    value = Arranged.of(scores)
+    value = Arranged.of(behind(scores, MASKED_FILLS))
     *_, queries, keys = map(leaves, value.dims)
     return not any(map(value.has, queries)) and all(map(value.has, keys))
 

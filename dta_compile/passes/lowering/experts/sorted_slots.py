@@ -30,7 +30,16 @@ from torch import fx
 
 from dta_compile.ops.experts.operators import EXPERT_LINEAR
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import First, call, erase_unused, is_float, is_item, regrouped, repeated
+from dta_compile.passes.graphs.nodes import (
+    First,
+    call,
+    erase_unused,
+    is_float,
+    is_item,
+    regrouped,
+    repeated,
+    repeated_from,
+)
 from dta_compile.passes.graphs.operators import COPIES, RANGES, RESHAPES
 from dta_compile.passes.lowering.experts.expert_counts import SORTS, Counts, is_exact_cast
 from dta_compile.passes.lowering.experts.row_operators import RowOperators, Rows, Unproven
@@ -44,7 +53,6 @@ from dta_compile.passes.lowering.experts.slot_numbers import (
     descends,
     is_another_form,
     repeated_for_slots,
-    repeated_from,
 )
 from dta_compile.passes.symbols import depends_on_data, sizes, symbolic
 from dta_compile.torch_compat.sizes import GuardOnDataDependentSymNode
@@ -322,7 +330,7 @@ class _Unsorting:
             raise Unproven(f"{node.target}: its groups are not known to be those of experts", node)
         numbers = call(self.graph, aten._to_copy.default, self.numbers, dtype=torch.int64)
         value = self.rows.of(rows).value
-        if (source := repeated_from(value, self.slots)) is not None:  # one row serves all slots of its token
+        if (source := repeated_from(value, 0, self.slots)) is not None:  # one row serves all slots of its token
             new = call(self.graph, EXPERT_LINEAR, source, self._by_token(numbers), weight, True)
             new = call(self.graph, aten.reshape.default, new, [-1, int(sizes(weight)[2])])
         else:
@@ -401,7 +409,7 @@ class _Unsorting:
         tokens, slots = self._condition(group)
         if of == TOKEN or self.slots == 1:
             return call(self.graph, aten.index.Tensor, value, [tokens])
-        source = repeated_from(value, self.slots)
+        source = repeated_from(value, 0, self.slots)
         if source is not None:
             return call(self.graph, aten.index.Tensor, source, [tokens])
         return call(self.graph, aten.index.Tensor, self._by_token(value), [tokens, slots])

@@ -15,8 +15,6 @@ from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.graphs.nodes import is_uniform
 from dta_compile.passes.symbols import hint, sizes
 
-aten = torch.ops.aten
-
 Rule = Callable[[fx.Node, "Arguments"], "Layout | tuple[Layout, ...]"]
 
 

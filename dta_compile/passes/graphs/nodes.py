@@ -21,14 +21,13 @@ from dta_compile.passes.graphs.operators import (
     FILL_ARGUMENTS,
     FILL_NUMBERS,
     RESHAPES,
+    aten,
     is_tagged_pointwise,
 )
 from dta_compile.passes.program import has_tensor, writes_in_place
 from dta_compile.passes.symbols import expression, sizes, symbol_sources
 from dta_compile.torch_compat.sizes import FloorDiv, Mod, PythonMod
 from dta_compile.torch_compat.tensors import enable_python_dispatcher
-
-aten = torch.ops.aten
 
 
 def call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

@@ -32,6 +32,7 @@ from dta_compile.ops.library import STOP_GRADIENT, DrawCapture, is_random
 from dta_compile.passes.axes.layouts import mixer_calls
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import descendants, erase_unused, sizes_from_inputs
+from dta_compile.passes.graphs.operators import aten
 from dta_compile.passes.graphs.storage import write_to_new_values
 from dta_compile.passes.lowering import decompositions, row_loops
 from dta_compile.passes.lowering.attention.choices import recognise_choices
@@ -64,7 +65,6 @@ from dta_compile.torch_compat.autograd import from_fun, to_fun
 from dta_compile.torch_compat.tensors import FunctionalTensorMode, is_traceable_wrapper_subclass, pytree
 from dta_compile.torch_compat.tracing import make_fx
 
-aten = torch.ops.aten
 TRAINED = InputKind.PARAMETER, InputKind.DIFFERENTIABLE_DATA
 ASSERTIONS = (aten._assert_async.default, aten._assert_async.msg)
 GRADIENT_MODES = (autograd.set_grad_enabled, autograd.enter_inference_mode, autograd.exit_inference_mode)

@@ -17,9 +17,7 @@ from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import call, erase_unused, is_item, raised, replace_nodes
-from dta_compile.passes.graphs.operators import ALONG_DIMENSIONS, UNARY
-
-aten = torch.ops.aten
+from dta_compile.passes.graphs.operators import ALONG_DIMENSIONS, UNARY, aten
 
 
 def undo_row_loops(graph: fx.Graph) -> None:

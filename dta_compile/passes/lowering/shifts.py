@@ -31,12 +31,10 @@ from torch import fx
 from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
 from dta_compile.passes.axes.shape_rules import order_of
 from dta_compile.passes.graphs.nodes import behind, call, descendants, erase_unused, filled_with, is_float, raised
-from dta_compile.passes.graphs.operators import COPIES, LINEAR_LAYERS, MATRIX_PRODUCTS, RESHAPES, TRANSPOSITIONS
+from dta_compile.passes.graphs.operators import COPIES, LINEAR_LAYERS, MATRIX_PRODUCTS, RESHAPES, TRANSPOSITIONS, aten
 from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import expression, sizes
 from dta_compile.torch_compat.sizes import Min, Mod, PythonMod
-
-aten = torch.ops.aten
 
 ROOTS = frozenset(
     {

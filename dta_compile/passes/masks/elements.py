@@ -26,6 +26,7 @@ from dta_compile.passes.graphs.operators import (
     SQUEEZES,
     TRANSPOSITIONS,
     UNTAGGED_POINTWISE,
+    aten,
 )
 from dta_compile.passes.masks.entries import Entries, Indices
 from dta_compile.passes.program import Program
@@ -33,8 +34,6 @@ from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.cases import held_by
 from dta_compile.proofs.mask_class import LONGEST_ROW
 from dta_compile.proofs.terms import Term, Terms
-
-aten = torch.ops.aten
 
 ConstantOf = Callable[[Term, sympy.Expr], "float | None"]
 

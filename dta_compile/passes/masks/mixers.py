@@ -27,7 +27,7 @@ from dta_compile.passes.axes.layouts import mixer_calls
 from dta_compile.passes.axes.token_axis import LEARNED_PROMPT, own_mixer_calls
 from dta_compile.passes.contracts import ContractError, contract
 from dta_compile.passes.graphs.nodes import First, is_float, is_uniform, repeated_from
-from dta_compile.passes.graphs.operators import CASTS, RESHAPES
+from dta_compile.passes.graphs.operators import CASTS, RESHAPES, aten
 from dta_compile.passes.masks.derivation import MaskPrograms, Silencers, forced_scores, padding_mask_of
 from dta_compile.passes.masks.entries import leaf_of
 from dta_compile.passes.program import Mixed, Program, ancestors, where
@@ -35,7 +35,6 @@ from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import MaskClass
 from dta_compile.proofs.terms import Terms
 
-aten = torch.ops.aten
 # Operators that choose experts for tokens, or tokens for experts; and operators that count the tokens of an expert.
 CHOICES = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.argmax.default, aten.max.dim)
 SORTS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)

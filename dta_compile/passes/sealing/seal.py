@@ -44,7 +44,7 @@ from dta_compile.passes.chunk.chunk_graph import chunk_device
 from dta_compile.passes.cuts.other_batches import programs_of
 from dta_compile.passes.cuts.row_epilogue import row_dim, row_layout
 from dta_compile.passes.graphs.nodes import behind
-from dta_compile.passes.graphs.operators import INDEX_ENTRIES, INDEX_EVERY_AXIS, INDEX_ONE_AXIS, SAME_ENTRIES
+from dta_compile.passes.graphs.operators import INDEX_ENTRIES, INDEX_EVERY_AXIS, INDEX_ONE_AXIS, SAME_ENTRIES, aten
 from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.program import ChunkInput as LoweredInput
 from dta_compile.passes.program import FrontierValue, Mixed, Program, ancestors, has_tensor, where
@@ -210,8 +210,6 @@ def _regions(program: Program) -> dict[str, int]:
         "epilogue": len(operators) - len(dense) - len(program.region),
     }
 
-
-aten = torch.ops.aten
 
 # Position of the index among the arguments of operators that read entries by it, and refuse negative indices.
 POSITIONS_OF_INDEX = {aten.gather: 2, aten.index_select: 2, aten.embedding: 1}

@@ -21,13 +21,11 @@ from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import SizeNodes, call, constructed
-from dta_compile.passes.graphs.operators import CASTS, COPIES, MASKED_FILLS, RESHAPES
+from dta_compile.passes.graphs.operators import CASTS, COPIES, MASKED_FILLS, RESHAPES, aten
 from dta_compile.passes.lowering.attention.factors import Mismatch, number_of
 from dta_compile.passes.symbols import expression, sizes
 from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
 from dta_compile.torch_compat.sizes import FloorDiv, Mod, PythonMod
-
-aten = torch.ops.aten
 
 SCATTERS = (aten.scatter.value, aten.scatter.src)
 MOST_COLUMNS = 16  # of a scatter into scores

@@ -16,7 +16,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import sympy
-import torch
 from torch import fx
 
 from dta_compile.ops.attention import Masking
@@ -24,7 +23,7 @@ from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, CHOSEN, Choosing
 from dta_compile.ops.scoring import Scoring
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import behind, call, constructed, descendants, erase_unused
-from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS
+from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS, aten
 from dta_compile.passes.lowering.attention.blocks import Blocks, Written, operand_of_blocks
 from dta_compile.passes.lowering.attention.factors import (
     MOVES,
@@ -42,8 +41,6 @@ from dta_compile.passes.lowering.attention.scores import Scores
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import expression, sizes
 from dta_compile.torch_compat.sizes import Min
-
-aten = torch.ops.aten
 
 TIES = (
     "numbers of each key alone: equal tokens have equal ones, between which topk decides by rounding and by the length"

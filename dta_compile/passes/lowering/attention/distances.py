@@ -28,13 +28,12 @@ from dta_compile.passes.graphs.operators import (
     RANGES,
     RESHAPES,
     SUMS,
+    aten,
 )
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import expression, sizes
 from dta_compile.proofs.mask_class import FORBIDDEN
-
-aten = torch.ops.aten
 
 Slope: TypeAlias = float | fx.Node  # a node has the dimensions of the value, those of queries and keys with size 1
 Affine = tuple[sympy.Expr, sympy.Expr, sympy.Expr]  # a * q + b * k + c

@@ -24,7 +24,7 @@ from dta_compile.ops.attention import ATTENTION_MIXER, BIAS, CALLS, SINKS, TABLE
 from dta_compile.ops.scoring import Scoring
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import call, constructed, may_have_gradient
-from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, DROPOUTS, MASKED_FILLS
+from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, DROPOUTS, MASKED_FILLS, aten
 from dta_compile.passes.lowering.attention.distances import Distances, cast, labels_of, positions
 from dta_compile.passes.lowering.attention.factors import (
     MOVES,
@@ -44,8 +44,6 @@ from dta_compile.passes.lowering.attention.tables import Known, Tables, by_depth
 from dta_compile.passes.program import ancestors, has_tensor, where
 from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
-
-aten = torch.ops.aten
 
 # Supported changes of softmax weights, if they set only weights to zero that are zero already.
 CHANGES = MASKED_FILLS | {aten.where.self, aten.mul.Tensor}

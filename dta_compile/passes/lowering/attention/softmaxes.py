@@ -16,17 +16,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import behind, call
-from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, KEEP_ORDER, MASKED_FILLS
+from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, KEEP_ORDER, MASKED_FILLS, aten
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import sizes
-
-aten = torch.ops.aten
 
 
 def spell_softmaxes(graph: fx.Graph, are_scores: Callable[[fx.Node], bool]) -> None:

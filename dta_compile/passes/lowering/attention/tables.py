@@ -21,7 +21,7 @@ from dta_compile.ops.distances import BY_DEPTH, ENTRIES_BY_DISTANCE, HIDDEN_PAIR
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.axes.shape_rules import Labels, labels_in
 from dta_compile.passes.graphs.nodes import call, constructed, filled_with, is_float
-from dta_compile.passes.graphs.operators import MASKED_FILLS, RANGES, RESHAPES, SUMS
+from dta_compile.passes.graphs.operators import MASKED_FILLS, RANGES, RESHAPES, SUMS, aten
 from dta_compile.passes.lowering.attention.distances import Affine, Distances, Slope, hides, positions
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.lowering.attention.pair_entries import Operands, cut_from, operands_of, over
@@ -29,8 +29,6 @@ from dta_compile.passes.program import ancestors, has_tensor, where
 from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
 from dta_compile.torch_compat.sizes import statically_known_true
-
-aten = torch.ops.aten
 
 Known = dict[tuple[fx.Node, Labels], fx.Node]
 

@@ -15,12 +15,11 @@ from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import First, behind, filled_with, is_item
-from dta_compile.passes.graphs.operators import CASTS, COPIES, EXCHANGES, FILLS, KEEP_ORDER, RANGES, RESHAPES
+from dta_compile.passes.graphs.operators import CASTS, COPIES, EXCHANGES, FILLS, KEEP_ORDER, RANGES, RESHAPES, aten
 from dta_compile.passes.lowering.experts.distinct_places import is_distinct_along
 from dta_compile.passes.lowering.experts.slot_numbers import EXACT, counts_from_zero
 from dta_compile.passes.symbols import depends_on_data, expression, sizes
 
-aten = torch.ops.aten
 SORTS = (aten.sort.default, aten.sort.stable)
 # Operators that choose indices along a dimension, with the position of that argument.
 CHOICES = {aten.topk.default: 2, aten.sort.default: 1, aten.sort.stable: 2, aten.max.dim: 1, aten.min.dim: 1}

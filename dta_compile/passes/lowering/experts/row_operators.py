@@ -33,11 +33,10 @@ from dta_compile.passes.graphs.operators import (
     SAME_ENTRIES,
     TAKE_A_SHAPE,
     TRANSPOSITIONS,
+    aten,
     is_tagged_pointwise,
 )
 from dta_compile.passes.symbols import depends_on_data, expression, sizes
-
-aten = torch.ops.aten
 
 # Operators (packets: all overloads) with finite values and derivatives for all finite arguments, none of them indices.
 FINITE = frozenset(

@@ -41,14 +41,13 @@ from dta_compile.passes.graphs.nodes import (
     repeated,
     swaps,
 )
-from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, RESHAPES, SQUEEZES, TRANSPOSITIONS
+from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, RESHAPES, SQUEEZES, TRANSPOSITIONS, aten
 from dta_compile.passes.lowering.experts.distinct_places import at_most_one
 from dta_compile.passes.lowering.experts.row_operators import RowOperators, Rows, Unproven
 from dta_compile.passes.program import ancestors, where
 from dta_compile.passes.symbols import sizes
 from dta_compile.torch_compat.sizes import free_unbacked_symbols
 
-aten = torch.ops.aten
 ENTRIES = (aten.index.Tensor, aten.index_select.default)
 EXITS = (aten.index_add.default, aten.index_put.default, aten.scatter_add.default)
 PARTS = (aten.unbind.int, aten.select.int)

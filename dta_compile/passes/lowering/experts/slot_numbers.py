@@ -14,10 +14,9 @@ from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import is_float
-from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, RESHAPES
+from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, RESHAPES, aten
 from dta_compile.passes.symbols import sizes
 
-aten = torch.ops.aten
 SLOT, TOKEN, INVERSE = "slot", "token", "inverse"
 
 EXACT = (torch.int64, torch.int32, torch.float64, torch.float32)  # hold the numbers of all slots

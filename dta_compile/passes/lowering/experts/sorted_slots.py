@@ -40,7 +40,7 @@ from dta_compile.passes.graphs.nodes import (
     repeated,
     repeated_from,
 )
-from dta_compile.passes.graphs.operators import COPIES, RANGES, RESHAPES
+from dta_compile.passes.graphs.operators import COPIES, RANGES, RESHAPES, aten
 from dta_compile.passes.lowering.experts.expert_counts import SORTS, Counts, is_exact_cast
 from dta_compile.passes.lowering.experts.row_operators import RowOperators, Rows, Unproven
 from dta_compile.passes.lowering.experts.selected_rows import ANY_ORDER
@@ -57,7 +57,6 @@ from dta_compile.passes.lowering.experts.slot_numbers import (
 from dta_compile.passes.symbols import depends_on_data, sizes, symbolic
 from dta_compile.torch_compat.sizes import GuardOnDataDependentSymNode
 
-aten = torch.ops.aten
 GROUPED = (aten._grouped_mm.default,)
 ENTRIES = (aten.index.Tensor, aten.index_select.default, aten.gather.default)
 SUMS = (aten.index_add.default, aten.scatter_add.default)

@@ -27,32 +27,13 @@ from dta_compile.integrations.keywords import refuse_unknown
 from dta_compile.integrations.tracing import in_our_graphs
 from dta_compile.ops.causal_attention import segments_by_ends
 from dta_compile.ops.dtypes import autocast
-from dta_compile.ops.library import LIBRARY
+from dta_compile.ops.library import define
 from dta_compile.passes.program import where
 
 Arguments = dict[str, Any]  # arguments of a call, by name
 
-LIBRARY.define("final_state(Tensor value, SymInt[] shape) -> Tensor")
-FINAL_STATE = torch.ops.dta.final_state.default
-
-
-@torch.library.register_fake("dta::final_state", lib=LIBRARY)
-def _final_state_fake(value: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    return value.new_empty(shape)
-
-
-LIBRARY.define("state_continues(Tensor value) -> Tensor")
-STATE_CONTINUES = torch.ops.dta.state_continues.default
-
-
-@torch.library.impl("dta::state_continues", "CompositeExplicitAutograd", lib=LIBRARY)
-def _state_continues(value: torch.Tensor) -> torch.Tensor:
-    return value.clone()
-
-
-@torch.library.register_fake("dta::state_continues", lib=LIBRARY)
-def _state_continues_fake(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(value)
+FINAL_STATE = define("final_state(Tensor value, SymInt[] shape) -> Tensor", lambda value, shape: value.new_empty(shape))
+STATE_CONTINUES = define("state_continues(Tensor value) -> Tensor", torch.empty_like, torch.clone)
 
 
 def hands_over_states(module: fx.GraphModule) -> bool:

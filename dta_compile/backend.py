@@ -21,7 +21,7 @@ from dta_compile.capture.classify import Captured, Kind, classify
 from dta_compile.capture.flash_attention import with_our_attention
 from dta_compile.capture.flex_attention import without_flex_attention
 from dta_compile.capture.graph_breaks import patches
-from dta_compile.capture.recurrences import refuse_final_states, with_our_convolutions
+from dta_compile.capture.recurrences import refuse_final_states
 from dta_compile.errors import DTAError, FinalRefusal, OptionError, RefusalError
 from dta_compile.executable.as_captured import as_captured
 from dta_compile.executable.executable import Executable
@@ -155,7 +155,7 @@ def _compiled(graph: Captured, options: Options) -> tuple[Executable, fx.GraphMo
             for cut in (graph.written, graph.local, graph.encoded):
                 captured = cut.module if cut else captured
             refuse_final_states(captured)
-            module = with_our_convolutions(with_our_attention(without_flex_attention(captured)))
+            module = with_our_attention(without_flex_attention(captured))
             program = Program(module, graph.training, options.codegen, graph.own_symbols)
             if graph.local:  # process groups cannot go to the program cache
                 return seal(run_passes(program, skip=options.skip_passes)), module

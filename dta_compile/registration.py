@@ -69,10 +69,7 @@ def register() -> None:
     calls: dict[str, Callable[[types.ModuleType], None]] = {REGISTRY: _offer_backend}
     calls |= {name: functools.partial(_load, modules) for name, modules in STAND_INS.items()}
     for name, call in calls.items():
-        if name in sys.modules:
-            call(sys.modules[name])
-        else:
-            when_loaded(name, call)
+        when_loaded(name, call)
 
 
 def _load(modules: Iterable[str], _: types.ModuleType) -> None:
@@ -81,8 +78,11 @@ def _load(modules: Iterable[str], _: types.ModuleType) -> None:
 
 
 def when_loaded(name: str, call: Callable[[types.ModuleType], None]) -> None:
-    """Call a function with a module that is not imported yet, as soon as it is."""
-    _after_loading().calls.append((name.__eq__, call))
+    """Call a function with a module, now or as soon as it is imported."""
+    if name in sys.modules:
+        call(sys.modules[name])
+    else:
+        _after_loading().calls.append((name.__eq__, call))
 
 
 def when_any_loaded(starts: tuple[str, ...], call: Callable[[types.ModuleType], None]) -> None:

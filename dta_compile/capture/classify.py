@@ -26,7 +26,7 @@ from dta_compile.capture.tensor_parallel import LocalGraph, on_own_tensors
 from dta_compile.capture.written_out import trains_parameters, written_out_attention
 from dta_compile.errors import RefusalError
 from dta_compile.ops.mixer import MIXERS, Mixer, Operand
-from dta_compile.passes.program import output_node
+from dta_compile.passes.program import all_nodes, output_node
 from dta_compile.passes.symbols import depends_on_data, expression, selects_rows
 
 GENERATION = (
@@ -145,11 +145,9 @@ def _is_training(module: fx.GraphModule) -> bool:
 def captured_mixer_calls(module: fx.GraphModule) -> Iterator[tuple[Mixer, fx.Node]]:
     """Yield the calls of attention and other mixers in a captured graph, including those in checkpointed regions."""
     known = {function: mixer for mixer in (*MIXERS.values(), *IN_GRAPH.values()) for function in mixer.functions}
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            for node in part.graph.nodes:
-                if node.op == "call_function" and node.target in known:
-                    yield known[node.target], node
+    for node in all_nodes(module):
+        if node.op == "call_function" and node.target in known:
+            yield known[node.target], node
 
 
 def _generates(module: fx.GraphModule) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -119,7 +118,6 @@ def _mode_of(tensors: tuple[torch.Tensor, ...]) -> Any:
 def _encoding(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method to be one node in graphs for this backend."""
 
-    @functools.wraps(method)
     def features(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() and traces_for_this_backend():
             return _encoded(self, method, args, kwargs)
@@ -134,7 +132,6 @@ def _positioning(method: Callable[..., Any]) -> Callable[..., Any]:
     Without images, and in generation, the method itself is traced.
     """
 
-    @functools.wraps(method)
     def position_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_ours = torch.compiler.is_dynamo_compiling() and traces_for_this_backend() and not is_in_nested_graph()
         media = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name not in OF_TEXT]
@@ -164,20 +161,20 @@ def _encoded(self: Any, method: Callable[..., Any], args: tuple[Any, ...], kwarg
         return torch.compiler.disable(method)(self, *args, **kwargs)
     handle = _handle("Encoder", self, method, positional, keyword)
     features = encode(handle, *tensors)
-    if _has_others(handle):
+    if _of_form(handle, "has_others"):
         return torch.compiler.disable(method)(self, *args, **kwargs)
     _guard_trained(self, handle)
     left = iter(features)
-    fields = {name: _restored(form, left) for name, form in _fields(handle)}
-    return _class(handle)(**fields) if fields else method(self, *args, **kwargs)
+    fields = {name: _restored(form, left) for name, form in _of_form(handle, "fields")}
+    return _of_form(handle, "returned")(**fields) if fields else method(self, *args, **kwargs)
 
 
 def _guard_trained(self: Any, handle: int) -> None:
     """Have a call with other trained weights traced anew: Dynamo guards what is read here."""
-    for name in _modules(handle):
+    for name in _of_form(handle, "modules"):
         for weight in self.get_submodule(name).parameters():
             weight.requires_grad  # noqa: B018
-    for name in _weights(handle):
+    for name in _of_form(handle, "weights"):
         self.get_parameter(name).requires_grad  # noqa: B018
 
 
@@ -186,7 +183,6 @@ def _putting(method: Callable[..., Any]) -> Callable[..., Any]:
 
     names = tuple(inspect.signature(method).parameters)[1:]
 
-    @functools.wraps(method)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() and traces_for_this_backend() and not is_in_nested_graph():
             given = dict(zip(names, args, strict=False)) | kwargs
@@ -260,28 +256,9 @@ def _handle(kind: str, module: Any, method: Callable[..., Any], positional: Any,
 
 
 @torch.compiler.assume_constant_result
-def _modules(handle: int) -> tuple[str, ...]:
-    return encoder_of(handle).form.modules
-
-
-@torch.compiler.assume_constant_result
-def _weights(handle: int) -> tuple[str, ...]:
-    return encoder_of(handle).form.weights
-
-
-@torch.compiler.assume_constant_result
-def _fields(handle: int) -> tuple[tuple[str, Any], ...]:
-    return encoder_of(handle).form.fields
-
-
-@torch.compiler.assume_constant_result
-def _has_others(handle: int) -> bool:
-    return encoder_of(handle).form.has_others
-
-
-@torch.compiler.assume_constant_result
-def _class(handle: int) -> type:
-    return encoder_of(handle).form.returned
+def _of_form(handle: int, name: str) -> Any:
+    """Return an attribute of the form of an encoder's results."""
+    return getattr(encoder_of(handle).form, name)
 
 
 def stand_in() -> None:
@@ -293,10 +270,7 @@ def stand_in() -> None:
     trace_rules.manual_torch_name_rule_map["torch._check_tensor_all"] = UserFunctionVariable
     trace_rules.get_torch_obj_rule_map.cache_clear()
     wrap_once(InstructionTranslator, "run", _with_modules)
-    if MODELS in sys.modules:
-        _wrap_models(sys.modules[MODELS])
-    else:
-        when_loaded(MODELS, _wrap_models)
+    when_loaded(MODELS, _wrap_models)
 
 
 @torch.compiler.allow_in_graph
@@ -336,10 +310,8 @@ def _with_modules(run: Callable[[Any], None]) -> Callable[[Any], None]:
             kinds: dict[Any, Any] = {part: type(part) for part in parts}
             found = {part: kind for part, kind in kinds.items() if _takes_tokens(kind)}
             for part, kind in found.items():
-                is_inner = not any(other is not part and other in found for other in part.modules())
-                if is_inner and not hasattr(kind.forward, "of_dta"):
-                    kind.forward = _putting(kind.forward)
-                    kind.forward.of_dta = True
+                if not any(other is not part and other in found for other in part.modules()):
+                    wrap_once(kind, "forward", _putting)
         run(self)
 
     return run_with_modules
@@ -372,8 +344,5 @@ def _wrap_models(module: types.ModuleType) -> None:
 
 def _wrap(cls: type) -> None:
     for name in (*FEATURES, POSITIONS):
-        method = vars(cls).get(name)
-        if callable(method) and not hasattr(method, "of_dta"):
-            wrapped = _positioning(method) if name == POSITIONS else _encoding(method)
-            wrapped.of_dta = True  # type: ignore[attr-defined]
-            setattr(cls, name, wrapped)
+        if callable(vars(cls).get(name)):
+            wrap_once(cls, name, _positioning if name == POSITIONS else _encoding)

@@ -21,7 +21,7 @@ from dta_compile.capture.flex_attention import eliminate_dead_code
 from dta_compile.errors import RuntimeContractError
 from dta_compile.integrations.layer_groups import gather_to_encode
 from dta_compile.ops.feature_tables import TABLE_ROWS
-from dta_compile.passes.program import ancestors, memory, name_of, output_node, writes_of
+from dta_compile.passes.program import ancestors, is_boolean, memory, name_of, output_node, writes_of
 from dta_compile.runtime.encoder_methods import Encoder, encoder_of
 from dta_compile.runtime.encoder_modules import EncoderModule
 from dta_compile.runtime.encoders import as_table
@@ -260,7 +260,7 @@ def _call_of(node: fx.Node) -> fx.Node:
         tensors = [arg for arg in node.all_input_nodes if not isinstance(arg.meta.get("example_value"), torch.SymInt)]
         is_selected = node.target is operator.getitem and (tensors[0].target is encode or _is_mask(node.args[1]))
         is_only = name == "cat" and len(node.args[0]) == 1
-        is_of_masks = _is_of_booleans(node) and name in (*SHAPES, "squeeze")
+        is_of_masks = is_boolean(node) and name in (*SHAPES, "squeeze")
         keeps_width = name in SHAPES and not is_of_masks and _width(node) == _width(tensors[0])
         is_scaled = name in SCALES and len(node.all_input_nodes) == 1
         if not (is_selected or is_of_masks or is_only or keeps_width or is_scaled or name in ROW_WISE):
@@ -271,12 +271,7 @@ def _call_of(node: fx.Node) -> fx.Node:
 
 def _is_mask(index: Any) -> bool:
     """Return whether an index is the mask of an encoder's features, which is true for each of them."""
-    return isinstance(index, fx.Node) and _is_of_booleans(index) and _call_of(index).target is encode
-
-
-def _is_of_booleans(node: fx.Node) -> bool:
-    value = node.meta.get("example_value")
-    return isinstance(value, torch.Tensor) and value.dtype is torch.bool
+    return isinstance(index, fx.Node) and is_boolean(index) and _call_of(index).target is encode
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:

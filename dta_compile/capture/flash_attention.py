@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import sys
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from torch import fx
 
 from dta_compile import registration
 from dta_compile.errors import RefusalError
-from dta_compile.integrations.tracing import traces_for_this_backend
+from dta_compile.integrations.tracing import in_our_graphs
 from dta_compile.ops.attention import ATTENTION_MIXER
 from dta_compile.ops.causal_attention import attention_tokens_first
 from dta_compile.ops.mixer import TOKENS, Mixer
@@ -194,10 +193,8 @@ def _allow_function_in_graph(original: types.FunctionType) -> None:
     def whole(*args: Any, **kwargs: Any) -> Any:
         return copy_of_original(*args, **kwargs)
 
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        return whole(*args, **kwargs) if traces_for_this_backend() else copy_of_original(*args, **kwargs)
-
     torch.compiler.allow_in_graph(whole)
+    traced = in_our_graphs(whole, copy_of_original)
     torch.compiler.substitute_in_graph(original, skip_signature_check=True)(traced)
     names = list(inspect.signature(original).parameters)[:3]
     operands = [operand._replace(name=name) for operand, name in zip(ATTENTION_MIXER.operands, names, strict=True)]
@@ -216,7 +213,4 @@ def copy_of(function: types.FunctionType) -> types.FunctionType:
 
 
 for _name in FUNCTIONS:
-    if _name in sys.modules:
-        _allow_in_graph(sys.modules[_name])
-    else:
-        registration.when_loaded(_name, _allow_in_graph)
+    registration.when_loaded(_name, _allow_in_graph)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from dta_compile.capture.tensor_parallel import is_distributed
 from dta_compile.errors import RefusalError, RuntimeContractError
 from dta_compile.executable.as_captured import TAG_ACTIVATION_CHECKPOINT
 from dta_compile.integrations.fully_shard import running
-from dta_compile.passes.program import memory, name_of, where
+from dta_compile.passes.program import all_nodes, memory, name_of, where
 from dta_compile.torch_compat.autograd import read_data
 
 # Methods f with f(f(x)) = f(x) bit by bit, whatever numbers they are given.
@@ -105,7 +105,7 @@ def without_parameter_writes(module: fx.GraphModule) -> ParameterWrites | None:
     Raises:
         RefusalError: such a write comes after a read of another value, or to a parameter that FSDP2 shards.
     """
-    if not any(name_of(node) in IDEMPOTENT for node in _nodes(module)):
+    if not any(name_of(node) in IDEMPOTENT for node in all_nodes(module)):
         return None
     inputs = module.graph.find_nodes(op="placeholder")
     found = _Found({node: (_Parameter(i), True) for i, node in enumerate(inputs) if _is_parameter(node)})
@@ -190,12 +190,6 @@ def _without(module: fx.GraphModule, writes: Collection[fx.Node]) -> fx.GraphMod
             result.graph.erase_node(node)
     result.recompile()
     return result
-
-
-def _nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            yield from part.graph.nodes
 
 
 def _has_constants(node: fx.Node) -> bool:

@@ -5,13 +5,6 @@ written with `ops.recurrences` instead; for other backends it traces the functio
 by its name and the module that defines it, never by the model that calls it. A call that continues a state or returns
 one, as generation does, keeps the function's own code; while training it is refused (`refuse_final_states`). Importing
 this module sets this up, also for packages that are imported later.
-
-Causal depthwise convolutions may also be written out, over a sequence with `k - 1` zeros before it:
-
-    conv1d(x, weight, bias, padding=k - 1, groups=D)[..., :S]        x [B, D, S], weight [D, 1, k]
-    conv1d(pad(x, (k - 1, 0)), weight, bias, groups=D)
-
-In a graph for the tree both become our operator.
 """
 
 from __future__ import annotations
@@ -29,41 +22,18 @@ from torch import fx
 
 from dta_compile import registration
 from dta_compile.capture.flash_attention import copy_of
-from dta_compile.capture.flex_attention import eliminate_dead_code
 from dta_compile.errors import RefusalError
 from dta_compile.integrations.keywords import refuse_unknown
-from dta_compile.integrations.tracing import traces_for_this_backend
+from dta_compile.integrations.tracing import in_our_graphs
 from dta_compile.ops.causal_attention import segments_by_ends
 from dta_compile.ops.dtypes import autocast
-from dta_compile.ops.library import LIBRARY
-from dta_compile.passes.graphs.regions import rewritten
+from dta_compile.ops.library import define
 from dta_compile.passes.program import where
-from dta_compile.passes.symbols import expression
-from dta_compile.torch_compat.operators import functions_of_nn
 
 Arguments = dict[str, Any]  # arguments of a call, by name
 
-LIBRARY.define("final_state(Tensor value, SymInt[] shape) -> Tensor")
-FINAL_STATE = torch.ops.dta.final_state.default
-
-
-@torch.library.register_fake("dta::final_state", lib=LIBRARY)
-def _final_state_fake(value: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    return value.new_empty(shape)
-
-
-LIBRARY.define("state_continues(Tensor value) -> Tensor")
-STATE_CONTINUES = torch.ops.dta.state_continues.default
-
-
-@torch.library.impl("dta::state_continues", "CompositeExplicitAutograd", lib=LIBRARY)
-def _state_continues(value: torch.Tensor) -> torch.Tensor:
-    return value.clone()
-
-
-@torch.library.register_fake("dta::state_continues", lib=LIBRARY)
-def _state_continues_fake(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(value)
+FINAL_STATE = define("final_state(Tensor value, SymInt[] shape) -> Tensor", lambda value, shape: value.new_empty(shape))
+STATE_CONTINUES = define("state_continues(Tensor value) -> Tensor", torch.empty_like, torch.clone)
 
 
 def hands_over_states(module: fx.GraphModule) -> bool:
@@ -300,32 +270,17 @@ def _substitute_functions(module: types.ModuleType) -> None:
             _known.add(original)
             own = copy_of(original)
             vars(own).update(vars(original))  # may hold a mark that Dynamo is not to trace it
-            _substitute(original, own, _no_function if is_fused else _definition_of(original, own, DEFINITIONS[name]))
+            ours = _no_function if is_fused else _definition_of(original, own, DEFINITIONS[name])
+            torch.compiler.substitute_in_graph(original, skip_signature_check=True)(in_our_graphs(ours, own))
 
 
 def _substitute_methods(layer: type) -> None:
     for name in METHODS.keys() & vars(layer).keys():
         own = vars(layer)[name]
         if isinstance(own, types.FunctionType) and own not in _known:
-            substitute = _or_own(_definition_of(own, own, METHODS[name]), own, own)
+            substitute = in_our_graphs(_definition_of(own, own, METHODS[name]), own)
             _known.add(substitute)
             setattr(layer, name, substitute)
-
-
-def _or_own(traced: Callable[..., Any], own: Callable[..., Any], original: types.FunctionType) -> Callable[..., Any]:
-    """Return a function that computes `traced` in graphs for this backend, and `own` elsewhere."""
-
-    @functools.wraps(original, updated=())
-    def substitute(*args: Any, **kwargs: Any) -> Any:
-        is_traced = torch.compiler.is_compiling() and traces_for_this_backend()
-        result = traced(*args, **kwargs) if is_traced else NotImplemented
-        return own(*args, **kwargs) if result is NotImplemented else result
-
-    return substitute
-
-
-def _substitute(original: types.FunctionType, own: Callable[..., Any], traced: Callable[..., Any]) -> None:
-    torch.compiler.substitute_in_graph(original, skip_signature_check=True)(_or_own(traced, own, original))
 
 
 def _no_function(*args: Any, **kwargs: Any) -> None:
@@ -365,91 +320,3 @@ for _name, _module in list(sys.modules.items()):
     if _name.startswith(PACKAGES) and isinstance(_module, types.ModuleType):
         _substitute_functions(_module)
 registration.when_any_loaded(PACKAGES, _substitute_functions)
-
-
-PADS = (F.pad, functions_of_nn.pad)
-ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-
-
-def with_our_convolutions(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of the graph with our operator for causal depthwise convolutions; the graph itself without any."""
-
-    def rewrite(graph: fx.Graph) -> None:
-        for node in list(graph.nodes):
-            if (args := _convolved(node)) is not None:
-                _replace(node, args)
-        eliminate_dead_code(graph)  # torch's own drops writes in place, whose results nobody reads
-
-    return rewritten(module, _convolved, rewrite)
-
-
-def _convolved(node: fx.Node) -> dict[str, Any] | None:
-    """Return the arguments of a causal depthwise convolution, with its unpadded input; None for any other node."""
-    if node.op != "call_function" or node.target not in (torch.conv1d, F.conv1d):
-        return None
-    args = {**dict(zip(ARGUMENTS, node.args, strict=False)), **node.kwargs}
-    value, weight = args["input"], args["weight"]
-    if not all(isinstance(operand, fx.Node) and "example_value" in operand.meta for operand in (value, weight)):
-        return None
-    shape, (channels, per_group, width) = _sizes(value), weight.meta["example_value"].shape
-    is_plain = all(_unwrapped(args.get(name, 1)) == 1 for name in ("stride", "dilation"))
-    if not is_plain or per_group != 1 or len(shape) != 3 or args.get("groups", 1) != channels or shape[1] != channels:
-        return None
-    padding = _unwrapped(args.get("padding", 0))
-    if padding == width - 1 > 0:
-        return args if node.users and all(_is_first_part(user, node, shape[2]) for user in node.users) else None
-    if padding == 0 and (source := _padded_before(value, width - 1)) is not None:
-        return {**args, "input": source}
-    return None
-
-
-def _sizes(node: fx.Node) -> tuple[Any, ...]:
-    return tuple(map(expression, node.meta["example_value"].shape))
-
-
-def _unwrapped(number: Any) -> Any:
-    """Unwrap a tuple of one number per dimension that has a single dimension."""
-    return number[0] if isinstance(number, (tuple, list)) and len(number) == 1 else number
-
-
-def _is_first_part(user: fx.Node, value: fx.Node, tokens: Any) -> bool:
-    """Return whether a node is `value[..., :tokens]`."""
-    if user.op != "call_function" or getattr(user.target, "__name__", "") != "getitem" or user.args[0] is not value:
-        return False
-    index = user.args[1] if isinstance(user.args[1], tuple) else (user.args[1],)
-    *others, last = index
-    whole = all(part is Ellipsis or part == slice(None) for part in others) and (Ellipsis in others or len(index) == 3)
-    if not whole or not isinstance(last, slice) or last.start not in (None, 0) or last.step not in (None, 1):
-        return False
-    return bool(_sizes(user)[2] == tokens)
-
-
-def _padded_before(value: fx.Node, count: int) -> fx.Node | None:
-    """Return `x` if a node is all of `pad(x, (count, 0))`, else None."""
-    while _is_all(value):  # such as the latest `count + S` entries
-        value = value.args[0]
-    if value.op != "call_function" or value.target not in PADS:
-        return None
-    args = {**dict(zip(("input", "pad", "mode", "value"), value.args, strict=False)), **value.kwargs}
-    zeros = args.get("mode", "constant") == "constant" and not args.get("value")
-    return args["input"] if zeros and tuple(args["pad"]) == (count, 0) else None
-
-
-def _is_all(node: fx.Node) -> bool:
-    """Return whether a node is slices of a value that leave nothing out."""
-    if getattr(node.target, "__name__", "") != "getitem":
-        return False
-    source, index = node.args
-    parts = index if isinstance(index, tuple) else (index,)
-    is_sliced = all(part is Ellipsis or isinstance(part, slice) for part in parts)
-    is_tensor = isinstance(source.meta.get("example_value"), torch.Tensor)
-    return is_sliced and is_tensor and _sizes(node) == _sizes(source)
-
-
-def _replace(node: fx.Node, args: dict[str, Any]) -> None:
-    users = list(node.users) if _unwrapped(args.get("padding", 0)) else [node]
-    with node.graph.inserting_after(node):
-        ours = node.graph.call_function(causal_convolution, (args["input"], args["weight"], args.get("bias")))
-    ours.meta = {**node.meta, "example_value": users[0].meta["example_value"]}
-    for user in users:
-        user.replace_all_uses_with(ours)

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.program import where
+from dta_compile.passes.program import name_of, where
 
 WEIGHINGS = ("softmax", "_softmax", "exp", "exp_", "exp2", "sigmoid", "sigmoid_", "relu", "relu_", "softmax_")
 PRODUCTS = ("matmul", "bmm", "mm", "einsum", "baddbmm", "addbmm", "addmm", "tensordot", "__matmul__", "__rmatmul__")
@@ -63,8 +63,8 @@ def written_out_attention(module: fx.GraphModule) -> RefusalError | None:
     node, _ = _follow(module, inputs, origins)
     if node is None:
         return None
-    if any(part in _name(node) for part in OPAQUE):
-        what, got = f"attention through {_name(node)}, which this backend does not take apart", _name(node)
+    if any(part in name_of(node) for part in OPAQUE):
+        what, got = f"attention through {name_of(node)}, which this backend does not take apart", name_of(node)
     else:
         what = "attention is written out in a way that this backend does not take apart"
         got = "products of activations, weighed by another function of products of activations than a softmax"
@@ -107,7 +107,7 @@ def _follow(
             continue
         operands = [origins[arg] for arg in node.all_input_nodes]
         origins[node] = _combined(operands)
-        if _name(node) == "setitem" or _name(node).endswith("_"):
+        if name_of(node) == "setitem" or name_of(node).endswith("_"):
             _write(node, origins)
         body = _body(module, node)
         if body is not None:
@@ -117,15 +117,15 @@ def _follow(
                 return attention, origins[node]
         elif node.op in ("call_function", "call_method"):
             activations = [origin for origin in operands if origin.is_activation]
-            if any(part in _name(node) for part in OPAQUE) and activations:
+            if any(part in name_of(node) for part in OPAQUE) and activations:
                 return node, origins[node]
             if _is_product(node):
                 if len(activations) > 1 and any(origin.weights for origin in activations):
                     return node, origins[node]
                 origins[node] = dataclasses.replace(origins[node], scores=len(activations) > 1, weights=False)
-            elif origins[node].scores and _name(node) in WEIGHINGS:
+            elif origins[node].scores and name_of(node) in WEIGHINGS:
                 origins[node] = dataclasses.replace(origins[node], weights=True)
-            elif len(activations) < len(operands) and _name(node) in ("linear", "conv1d", "conv2d"):
+            elif len(activations) < len(operands) and name_of(node) in ("linear", "conv1d", "conv2d"):
                 origins[node] = dataclasses.replace(origins[node], scores=False, weights=False)
     return None, _combined([origins[node] for node in module.graph.nodes if node.op == "output"])
 
@@ -159,14 +159,9 @@ def _is_product(node: fx.Node) -> bool:
 
     The result of an outer product is larger than each of its operands.
     """
-    if _name(node) in PRODUCTS or node.target is operator.matmul:
+    if name_of(node) in PRODUCTS or node.target is operator.matmul:
         return True
     shapes = [arg.meta.get("example_value") for arg in (*node.all_input_nodes, node)]
-    if _name(node) not in OUTER or not all(isinstance(value, torch.Tensor) for value in shapes) or len(shapes) < 3:
+    if name_of(node) not in OUTER or not all(isinstance(value, torch.Tensor) for value in shapes) or len(shapes) < 3:
         return False
     return all(value.numel() < shapes[-1].numel() for value in shapes[:-1])
-
-
-def _name(node: fx.Node) -> str:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    return name.removesuffix(".default").removesuffix(".Tensor").removesuffix(".int")

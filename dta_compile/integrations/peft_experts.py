@@ -7,13 +7,12 @@ an adapter. Importing this module patches the wrapper's forward; `registration` 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 
-from dta_compile.integrations.tracing import traces_for_this_backend
+from dta_compile.integrations.tracing import in_our_graphs
 from dta_compile.integrations.transformers_experts import (
     PARAMETERS,
     LowRank,
@@ -23,18 +22,13 @@ from dta_compile.integrations.transformers_experts import (
 
 __all__: list[str] = []
 
-_forward_of_peft = ParamWrapper.forward
 
-
-@functools.wraps(_forward_of_peft)
-def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Run the experts under one or several wrappers, with their active adapters."""
-    if torch.compiler.is_compiling() and traces_for_this_backend() and not kwargs and len(args) == 2:
-        wrappers = _wrappers(self)
-        if _is_understood(wrappers):
-            return forward_with_adapters(wrappers[-1].base_layer, x, *args, _adapters(wrappers))
-    out: torch.Tensor = _forward_of_peft(self, x, *args, **kwargs)
-    return out
+def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run the experts under one or several wrappers, with their active adapters; `NotImplemented` for other calls."""
+    wrappers = _wrappers(self)
+    if kwargs or len(args) != 2 or not _is_understood(wrappers):
+        return NotImplemented
+    return forward_with_adapters(wrappers[-1].base_layer, x, *args, _adapters(wrappers))
 
 
 def _wrappers(outer: Any) -> list[Any]:
@@ -72,4 +66,4 @@ def _adapters(wrappers: list[Any]) -> dict[str, list[LowRank]]:
 
 
 if hasattr(ParamWrapper, "get_delta_factors"):  # older releases have none
-    ParamWrapper.forward = forward
+    ParamWrapper.forward = in_our_graphs(forward, ParamWrapper.forward)

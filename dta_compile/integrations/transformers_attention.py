@@ -59,7 +59,7 @@ class CausalMask(NamedTuple):
         return self._replace(segments=None if self.segments is None else self.segments.contiguous())
 
 
-def mask_of_layers(
+def _declared_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -73,12 +73,12 @@ def mask_of_layers(
     device: torch.device | str = "cpu",
     config: Any = None,
     **kwargs: Any,
-) -> CausalMask | torch.Tensor | None:
-    """Build the mask for a model's layers of one kind; arguments as in `transformers.masking_utils.sdpa_mask`.
+) -> Any:
+    """Declare the mask for a model's layers of one kind; arguments as in `transformers.masking_utils.sdpa_mask`.
 
     Returns:
-        a `CausalMask` for compositions of causality, padding, packed sequences and a sliding window; for all other
-        masks, including those of queries with a KV cache, a tensor for torch's attention.
+        a `CausalMask` for compositions of causality, padding, packed sequences and a sliding window, None for causality
+        alone; `NotImplemented` for all other masks, including those of queries with a KV cache.
     """
     is_square = isinstance(q_offset, int) and q_offset == kv_offset == 0 and q_length == kv_length
     is_plain = mask_function.__name__ == causal_mask_function.__name__
@@ -87,22 +87,7 @@ def mask_of_layers(
     is_causal = "allow_is_bidirectional_skip" not in kwargs  # bidirectional masks have a composition of the same name
     understood = is_causal and _is_understood(mask_function, use_vmap, local_size, config)
     if not is_square or not understood or not (allow_is_causal_skip or is_packed):
-        mask: torch.Tensor | None = sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            allow_is_causal_skip=allow_is_causal_skip,
-            use_vmap=use_vmap,
-            device=device,
-            config=config,
-            **kwargs,
-        )
-        return mask
+        return NotImplemented
     segments = attention_mask
     if is_packed:
         # A window is at least two: a token sees its predecessor unless that is in another sequence.
@@ -114,6 +99,13 @@ def mask_of_layers(
     if segments is None and local_size is None and not is_told:
         return None
     return CausalMask(segments, local_size, is_told)
+
+
+@functools.wraps(_declared_mask)
+def mask_of_layers(*args: Any, **kwargs: Any) -> Any:
+    """Build the mask for a model's layers of one kind: a tensor for torch's attention, if it cannot be declared."""
+    mask = _declared_mask(*args, **kwargs)
+    return sdpa_mask(*args, **kwargs) if mask is NotImplemented else mask
 
 
 def _unless_one(segments: torch.Tensor | None) -> torch.Tensor | None:

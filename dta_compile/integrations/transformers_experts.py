@@ -9,7 +9,6 @@ does that and registers ours; `registration` imports it with transformers.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ import torch
 from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
-from dta_compile.integrations.tracing import traces_for_this_backend
+from dta_compile.integrations.tracing import in_our_graphs
 from dta_compile.ops.experts.operators import expert_linear, expert_sum
 
 logger = logging.getLogger("dta_compile")
@@ -149,17 +148,10 @@ def _is_of_transformers(function: Callable[..., Any]) -> bool:
     return str(function.__module__).split(".")[0] in ("torch", "transformers")
 
 
-_original_get_interface = getattr(ExpertsInterface, "get_interface", None)  # missing in early transformers 5
-
-
 def get_interface(self: ExpertsInterface, experts_implementation: str, default: Callable[..., Any]) -> Any:
-    """Return the function of an implementation; in a graph for this backend ours, if it computes the same."""
-    is_ours = torch.compiler.is_compiling() and traces_for_this_backend()
+    """Return our function in place of an implementation's that computes the same, else `NotImplemented`."""
     is_usual = type(self) is ExpertsInterface  # not the subclass for 8-bit weights
-    if is_ours and is_usual and computes_as_declared(default, experts_implementation):
-        return experts_forward
-    assert _original_get_interface is not None
-    return _original_get_interface(self, experts_implementation, default)
+    return experts_forward if is_usual and computes_as_declared(default, experts_implementation) else NotImplemented
 
 
 # All known declarations of a class of experts; with others it may compute something else than `experts_forward`.
@@ -170,5 +162,5 @@ if _unknown:
     logger.warning("dta: transformers' experts run as they are, as they may declare what is not known: %s", _unknown)
 else:
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-if _original_get_interface is not None and not _unknown:
-    ExpertsInterface.get_interface = functools.wraps(_original_get_interface)(get_interface)
+if hasattr(ExpertsInterface, "get_interface") and not _unknown:  # missing in early transformers 5
+    ExpertsInterface.get_interface = in_our_graphs(get_interface, ExpertsInterface.get_interface)

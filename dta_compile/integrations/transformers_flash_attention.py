@@ -9,7 +9,6 @@ imports it with transformers.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -18,28 +17,21 @@ from transformers.integrations import flash_attention, hub_kernels
 
 from dta_compile.integrations import transformers_attention
 from dta_compile.integrations.keywords import refuse_unknown
-from dta_compile.integrations.tracing import traces_for_this_backend
+from dta_compile.integrations.tracing import in_our_graphs
 from dta_compile.integrations.transformers_attention import CausalMask
 from dta_compile.ops.causal_attention import segments_by_ends
 
 ENDS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 OF_BATCH = {"position_ids", "cache", "block_table"}  # read by `_is_over_itself`
-_attention, _mask = flash_attention.flash_attention_forward, AttentionMaskInterface._global_mapping["flash_attention_2"]
 
 
-@functools.wraps(_mask)
-def flash_attention_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Return the padding mask `[B, S]` unchanged, without testing it for padding, if there is no KV cache."""
-    if torch.compiler.is_compiling() and traces_for_this_backend():
-        mask: torch.Tensor | None = kwargs.get("attention_mask")
-        length = kwargs.get("kv_length")
-        if mask is not None and length is not None and mask.shape[1] == length:
-            return mask
-    original: torch.Tensor | None = _mask(*args, **kwargs)
-    return original
+def flash_attention_mask(*args: Any, **kwargs: Any) -> Any:
+    """Return the padding mask `[B, S]` unchanged, without testing it for padding; `NotImplemented` with a KV cache."""
+    mask, length = kwargs.get("attention_mask"), kwargs.get("kv_length")
+    is_of_batch = mask is not None and length is not None and mask.shape[1] == length
+    return mask if is_of_batch else NotImplemented
 
 
-@functools.wraps(_attention)
 def flash_attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -53,26 +45,14 @@ def flash_attention_forward(
     is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Compute attention of a layer with query `[B, Hq, S, D]`; return `[B, S, Hq, Dv]` and None."""
-    is_ours = torch.compiler.is_compiling() and traces_for_this_backend()
+) -> Any:
+    """Compute attention of a layer with query `[B, Hq, S, D]`; return `[B, S, Hq, Dv]` and None.
+
+    `NotImplemented` for what is no causal self-attention of a batch.
+    """
     causal = is_causal if is_causal is not None else module.is_causal
-    if not is_ours or not causal or dropout or not _is_over_itself(query, key, attention_mask, kwargs):
-        out: tuple[torch.Tensor, None] = _attention(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            is_causal=is_causal,
-            s_aux=s_aux,
-            **kwargs,
-        )
-        return out
+    if not causal or dropout or not _is_over_itself(query, key, attention_mask, kwargs):
+        return NotImplemented
     query = refuse_unknown(query, "flash attention", kwargs, ENDS | OF_BATCH)
     dtype = flash_attention.get_target_dtype(query.transpose(1, 2), module)
     if dtype is not None:
@@ -119,14 +99,17 @@ def _segments(query: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, 
 
 
 def _register() -> None:
-    for interface, original, wrapped in (
-        (AttentionInterface, _attention, flash_attention_forward),
-        (AttentionMaskInterface, _mask, flash_attention_mask),
+    attention = flash_attention.flash_attention_forward
+    mask = AttentionMaskInterface._global_mapping["flash_attention_2"]
+    replaced = in_our_graphs(flash_attention_forward, attention)
+    for interface, original, replacement in (
+        (AttentionInterface, attention, replaced),
+        (AttentionMaskInterface, mask, in_our_graphs(flash_attention_mask, mask)),
     ):
         for name, function in list(interface._global_mapping.items()):
             if function is original:
-                interface.register(name, wrapped)
-    hub_kernels.flash_attention_forward = flash_attention_forward  # for kernels from the hub, registered later
+                interface.register(name, replacement)
+    hub_kernels.flash_attention_forward = replaced  # for kernels from the hub, registered later
 
 
 _register()

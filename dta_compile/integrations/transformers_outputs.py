@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.utils import output_capturing
 
-from dta_compile.integrations.tracing import traces_for_this_backend
+from dta_compile.integrations.tracing import in_our_graphs
 from dta_compile.torch_compat import TAKES_MODULES
 
 # Before torch 2.13, or without this function of transformers, the graph breaks.
@@ -24,14 +24,5 @@ def _install_while_tracing(model: Any) -> None:
     _install(model)
 
 
-def maybe_install_capturing_hooks(model: Any) -> None:
-    """Install the hooks of a model that has none yet, during the trace if Dynamo traces for this backend."""
-    if torch.compiler.is_compiling() and traces_for_this_backend():
-        _install_while_tracing(model)
-    else:
-        assert _install is not None
-        _install(model)
-
-
 if _install is not None and TAKES_MODULES:
-    output_capturing.maybe_install_capturing_hooks = maybe_install_capturing_hooks
+    output_capturing.maybe_install_capturing_hooks = in_our_graphs(_install_while_tracing, _install)

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 from trl.trainer import utils
 
-from dta_compile.integrations.tracing import traces_for_this_backend
+from dta_compile.integrations.tracing import in_our_graphs
 
 __all__: list[str] = []
 
@@ -27,25 +27,11 @@ RESULTS = {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"}
 
 Results = tuple[torch.Tensor | None, ...]
 
-_kernel_of_trl = getattr(utils, "_ChunkedLogProbFunction", None)
-_use_triton_of_trl = getattr(utils, "_use_triton", None)
 
-
-class ChunkedLogProb:
-    """Replacement for TRL's autograd function."""
-
-    @staticmethod
-    def apply(*args: Any) -> Any:
-        """Compute the per-token values of TRL's head by `head` in graphs for this backend, else by TRL's kernel."""
-        if (
-            torch.compiler.is_compiling()
-            and traces_for_this_backend()
-            and len(args) == ARGUMENTS
-            and RESULTS.issuperset(args[-1])
-        ):
-            return head(*args)
-        assert _kernel_of_trl is not None
-        return _kernel_of_trl.apply(*args)
+def results(*args: Any) -> Any:
+    """Compute the per-token values of TRL's head by `head`; `NotImplemented` for arguments of another kernel."""
+    is_known = len(args) == ARGUMENTS and RESULTS.issuperset(args[-1])
+    return head(*args) if is_known else NotImplemented
 
 
 def head(
@@ -117,15 +103,17 @@ def _most_likely(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     return token
 
 
-def use_triton(device: torch.device) -> bool:
+def selects_rows(device: torch.device) -> bool:
     """Return whether TRL selects the rows whose label counts before its kernel; our graphs skip the others anyway."""
-    assert _use_triton_of_trl is not None
-    if torch.compiler.is_compiling() and traces_for_this_backend():
-        return False
-    selects: bool = _use_triton_of_trl(device)
-    return selects
+    return False
 
 
-if _kernel_of_trl is not None and _use_triton_of_trl is not None:  # missing in older releases
+if hasattr(utils, "_ChunkedLogProbFunction") and hasattr(utils, "_use_triton"):  # missing in older releases
+
+    class ChunkedLogProb:
+        """Replacement for TRL's autograd function."""
+
+        apply = staticmethod(in_our_graphs(results, utils._ChunkedLogProbFunction.apply))
+
     utils._ChunkedLogProbFunction = ChunkedLogProb
-    utils._use_triton = use_triton
+    utils._use_triton = in_our_graphs(selects_rows, utils._use_triton)

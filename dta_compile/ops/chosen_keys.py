@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dta_compile.ops.library import LIBRARY
+from dta_compile.ops.library import define
 from dta_compile.ops.mixer import BATCH, TOKENS, Mixer, Operand, register_mixer
 from dta_compile.ops.scoring import SCORING, Scoring
 
@@ -59,12 +59,15 @@ OPERANDS = "Tensor query, Tensor weights, Tensor key"
 MASKING = "Tensor? mask, bool is_causal, Tensor? segments, int window, " + SCORING
 CHOOSING = "int count, int block, bool has_relu, bool by_head, bool leaves_out, int stride"
 # `forced` `[S or 1, blocks]` has the scores that replace those of blocks, and is NaN elsewhere.
-LIBRARY.define(f"choose_keys_call({OPERANDS}, {MASKING}, {CHOOSING}, Tensor? forced) -> Tensor")
-LIBRARY.define(f"choose_keys(int layer, {OPERANDS}, float scale, {CHOOSING}) -> Tensor")
-LIBRARY.define("chosen(Tensor choice, SymInt blocks) -> Tensor")
-CHOOSE_KEYS_CALL = torch.ops.dta.choose_keys_call.default
-CHOOSE_KEYS = torch.ops.dta.choose_keys.default
-CHOSEN = torch.ops.dta.chosen.default
+CHOOSE_KEYS_CALL = define(
+    f"choose_keys_call({OPERANDS}, {MASKING}, {CHOOSING}, Tensor? forced) -> Tensor",
+    lambda query, *others: _choice_fake(query, choosing_of(others)),
+    lambda *arguments: _choice_of_batch(*arguments),
+)
+CHOOSE_KEYS = define(
+    f"choose_keys(int layer, {OPERANDS}, float scale, {CHOOSING}) -> Tensor",
+    lambda _, query, *others: _choice_fake(query, Choosing(*others[-len(Choosing._fields) :])),
+)
 
 
 def choosing_of(arguments: Sequence[Any]) -> Choosing:
@@ -138,8 +141,7 @@ def _choice_fake(query: torch.Tensor, how: Choosing) -> torch.Tensor:
     return query.new_empty(shape, dtype=torch.int64)
 
 
-@torch.library.impl("dta::choose_keys_call", "CompositeExplicitAutograd", lib=LIBRARY)
-def _call(query: torch.Tensor, weights: torch.Tensor, key: torch.Tensor, *others: Any) -> torch.Tensor:
+def _choice_of_batch(query: torch.Tensor, weights: torch.Tensor, key: torch.Tensor, *others: Any) -> torch.Tensor:
     """Choose keys over a batch, for calls without a mask: padding after a sequence is not read by its tokens."""
     how, scale = choosing_of(others), others[4]
     scores = index_scores(query, weights, key[:, :, how.stride - 1 :: how.stride], scale, how)
@@ -152,19 +154,8 @@ def _call(query: torch.Tensor, weights: torch.Tensor, key: torch.Tensor, *others
     return padded_to(how.most, (choice * how.stride + how.stride - 1).masked_fill(choice >= complete, NONE))
 
 
-@torch.library.register_fake("dta::choose_keys_call", lib=LIBRARY)
-def _call_fake(query: torch.Tensor, *others: Any) -> torch.Tensor:
-    return _choice_fake(query, choosing_of(others))
-
-
-@torch.library.register_fake("dta::choose_keys", lib=LIBRARY)
-def _chunk_fake(layer: int, query: torch.Tensor, *others: Any) -> torch.Tensor:
-    return _choice_fake(query, Choosing(*others[-len(Choosing._fields) :]))
-
-
-LIBRARY.impl("chosen", are_chosen, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("dta::chosen", lib=LIBRARY)
-def _chosen_fake(choice: torch.Tensor, blocks: int) -> torch.Tensor:
-    return choice.new_empty((*choice.shape[:-1], blocks), dtype=torch.bool)
+CHOSEN = define(
+    "chosen(Tensor choice, SymInt blocks) -> Tensor",
+    lambda choice, blocks: choice.new_empty((*choice.shape[:-1], blocks), dtype=torch.bool),
+    are_chosen,
+)

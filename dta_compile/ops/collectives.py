@@ -19,25 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dta_compile.ops.library import LIBRARY
+from dta_compile.ops.library import define
 
 _groups: dict[str, Any] = {}
-
-LIBRARY.define("sum_over_ranks(Tensor value, str group) -> Tensor")
-LIBRARY.define("same_on_ranks(Tensor value, str group) -> Tensor")
-LIBRARY.define("gather_features(Tensor value, str group) -> Tensor")
-LIBRARY.define("own_features(Tensor value, str group) -> Tensor")
-LIBRARY.define("embedding_part(Tensor weight, Tensor ids, int first, int padding) -> Tensor")
-SUM_OVER_RANKS = torch.ops.dta.sum_over_ranks.default
-SAME_ON_RANKS = torch.ops.dta.same_on_ranks.default
-GATHER_FEATURES = torch.ops.dta.gather_features.default
-OWN_FEATURES = torch.ops.dta.own_features.default
-EMBEDDING_PART = torch.ops.dta.embedding_part.default
-# Operators that communicate in the forward or in the backward.
-COLLECTIVES = frozenset({SUM_OVER_RANKS, SAME_ON_RANKS, GATHER_FEATURES, OWN_FEATURES})
-# Operators that are pointwise, or pointwise except along the last dimension.
-ENTRY_BY_ENTRY = frozenset({SUM_OVER_RANKS, SAME_ON_RANKS})
-ALONG_THE_LAST = frozenset({GATHER_FEATURES, OWN_FEATURES})
 
 
 def known_as(group: Any) -> str:
@@ -51,10 +35,6 @@ def _sum_over_ranks(value: torch.Tensor, group: str) -> torch.Tensor:
     total = value.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=_groups[group])
     return total
-
-
-def _same_on_ranks(value: torch.Tensor, group: str) -> torch.Tensor:
-    return value.clone()
 
 
 def _gather_features(value: torch.Tensor, group: str) -> torch.Tensor:
@@ -81,24 +61,12 @@ def _rows_of_part(ids: torch.Tensor, first: int, size: int) -> tuple[torch.Tenso
     return (ids - first).masked_fill(is_other, 0), is_other
 
 
-def _contiguous_fake(value: torch.Tensor, group: str) -> torch.Tensor:
-    return torch.empty_like(value, memory_format=torch.contiguous_format)
-
-
-def _same_fake(value: torch.Tensor, group: str) -> torch.Tensor:
-    return torch.empty_like(value)
-
-
 def _gather_fake(value: torch.Tensor, group: str) -> torch.Tensor:
     return value.new_empty((*value.shape[:-1], value.shape[-1] * dist.get_world_size(_groups[group])))
 
 
 def _own_fake(value: torch.Tensor, group: str) -> torch.Tensor:
     return value.new_empty((*value.shape[:-1], value.shape[-1] // dist.get_world_size(_groups[group])))
-
-
-def _embedding_fake(weight: torch.Tensor, ids: torch.Tensor, first: int, padding: int) -> torch.Tensor:
-    return weight.new_empty((*ids.shape, weight.shape[1]))
 
 
 def _save_group(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -119,24 +87,43 @@ def _embedding_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return torch.ops.aten.embedding_dense_backward(grad, rows, ctx.rows, padding, False), None, None, None
 
 
-def _register(name: str, kernel: Any, fake: Any, save: Any, backward: Any) -> None:
-    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"dta::{name}", fake, lib=LIBRARY)
-    torch.library.register_autograd(f"dta::{name}", backward, setup_context=save, lib=LIBRARY)
-
-
-_register("sum_over_ranks", _sum_over_ranks, _contiguous_fake, _save_group, lambda _, grad: (grad, None))
-_register(
-    "same_on_ranks", _same_on_ranks, _same_fake, _save_group, lambda ctx, grad: (SUM_OVER_RANKS(grad, ctx.group), None)
+SUM_OVER_RANKS = define(
+    "sum_over_ranks(Tensor value, str group) -> Tensor",
+    lambda value, _: torch.empty_like(value, memory_format=torch.contiguous_format),
+    _sum_over_ranks,
+    _save_group,
+    lambda _, grad: (grad, None),
 )
-_register(
-    "gather_features",
-    _gather_features,
+SAME_ON_RANKS = define(
+    "same_on_ranks(Tensor value, str group) -> Tensor",
+    lambda value, _: torch.empty_like(value),
+    lambda value, _: value.clone(),
+    _save_group,
+    lambda ctx, grad: (SUM_OVER_RANKS(grad, ctx.group), None),
+)
+GATHER_FEATURES = define(
+    "gather_features(Tensor value, str group) -> Tensor",
     _gather_fake,
+    _gather_features,
     _save_group,
     lambda ctx, grad: (OWN_FEATURES(grad, ctx.group), None),
 )
-_register(
-    "own_features", _own_features, _own_fake, _save_group, lambda ctx, grad: (GATHER_FEATURES(grad, ctx.group), None)
+OWN_FEATURES: Any = define(
+    "own_features(Tensor value, str group) -> Tensor",
+    _own_fake,
+    _own_features,
+    _save_group,
+    lambda ctx, grad: (GATHER_FEATURES(grad, ctx.group), None),
 )
-_register("embedding_part", _embedding_part, _embedding_fake, _save_embedding, _embedding_backward)
+EMBEDDING_PART = define(
+    "embedding_part(Tensor weight, Tensor ids, int first, int padding) -> Tensor",
+    lambda weight, ids, *_: weight.new_empty((*ids.shape, weight.shape[1])),
+    _embedding_part,
+    _save_embedding,
+    _embedding_backward,
+)
+# Operators that communicate in the forward or in the backward.
+COLLECTIVES = frozenset({SUM_OVER_RANKS, SAME_ON_RANKS, GATHER_FEATURES, OWN_FEATURES})
+# Operators that are pointwise, or pointwise except along the last dimension.
+ENTRY_BY_ENTRY = frozenset({SUM_OVER_RANKS, SAME_ON_RANKS})
+ALONG_THE_LAST = frozenset({GATHER_FEATURES, OWN_FEATURES})

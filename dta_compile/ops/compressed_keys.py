@@ -9,13 +9,9 @@ import torch
 from dta_compile.errors import RuntimeContractError
 from dta_compile.ops.chosen_keys import are_chosen
 from dta_compile.ops.dense_attention import dense_mask
-from dta_compile.ops.library import LIBRARY
-
-LIBRARY.define("tokens_of_rows(Tensor positions, Tensor? segments) -> Tensor")
-TOKENS_OF_ROWS = torch.ops.dta.tokens_of_rows.default
+from dta_compile.ops.library import define
 
 
-@torch.library.impl("dta::tokens_of_rows", "CompositeExplicitAutograd", lib=LIBRARY)
 def _tokens_of_rows(positions: torch.Tensor, segments: torch.Tensor | None) -> torch.Tensor:
     """Return the real tokens, bool `[B or 1, S]`, which are the first of each row; positions number them from 0.
 
@@ -45,9 +41,11 @@ def _tokens_of_rows(positions: torch.Tensor, segments: torch.Tensor | None) -> t
     return real
 
 
-@torch.library.register_fake("dta::tokens_of_rows", lib=LIBRARY)
-def _fake(positions: torch.Tensor, segments: torch.Tensor | None) -> torch.Tensor:
-    return torch.empty_like(positions if segments is None else segments, dtype=torch.bool)
+TOKENS_OF_ROWS = define(
+    "tokens_of_rows(Tensor positions, Tensor? segments) -> Tensor",
+    lambda positions, segments: torch.empty_like(positions if segments is None else segments, dtype=torch.bool),
+    _tokens_of_rows,
+)
 
 
 def with_compressed(

@@ -10,29 +10,13 @@ from __future__ import annotations
 import torch
 
 from dta_compile.errors import RefusalError
-from dta_compile.ops.library import LIBRARY
+from dta_compile.ops.library import define
 
 MOST_PAIRS = 2**22  # entries that are compared at a time
 
-LIBRARY.define("by_depth(Tensor value) -> Tensor")
-LIBRARY.define("entries_by_distance(Tensor table, int query, int key, str where) -> Tensor")
-LIBRARY.define("hidden_pairs(Tensor table, int query, int key, float forbidden, float certain) -> Tensor")
-BY_DEPTH = torch.ops.dta.by_depth.default
-ENTRIES_BY_DISTANCE = torch.ops.dta.entries_by_distance.default
-HIDDEN_PAIRS = torch.ops.dta.hidden_pairs.default
+BY_DEPTH = define("by_depth(Tensor value) -> Tensor", torch.empty_like, torch.clone)
 
 
-@torch.library.impl("dta::by_depth", "CompositeExplicitAutograd", lib=LIBRARY)
-def _by_depth(value: torch.Tensor) -> torch.Tensor:
-    return value.clone()
-
-
-@torch.library.register_fake("dta::by_depth", lib=LIBRARY)
-def _by_depth_fake(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(value)
-
-
-@torch.library.impl("dta::entries_by_distance", "CompositeExplicitAutograd", lib=LIBRARY)
 def _entries_by_distance(table: torch.Tensor, query: int, key: int, where: str) -> torch.Tensor:
     """Return the entries of key 0, whose distance is the number of the query, with a key dimension of size one.
 
@@ -65,12 +49,10 @@ def _entries_by_distance(table: torch.Tensor, query: int, key: int, where: str) 
     return table.narrow(key, 0, 1).clone()
 
 
-@torch.library.register_fake("dta::entries_by_distance", lib=LIBRARY)
 def _entries_by_distance_fake(table: torch.Tensor, query: int, key: int, where: str) -> torch.Tensor:
     return table.new_empty([1 if dim == key else size for dim, size in enumerate(table.shape)])
 
 
-@torch.library.impl("dta::hidden_pairs", "CompositeExplicitAutograd", lib=LIBRARY)
 def _hidden_pairs(table: torch.Tensor, query: int, key: int, forbidden: float, certain: float) -> torch.Tensor:
     """Return a mask `[S, S]` to be added: the largest entry of a pair if it hides the key, else 0.
 
@@ -83,6 +65,13 @@ def _hidden_pairs(table: torch.Tensor, query: int, key: int, forbidden: float, c
     return largest.masked_fill(largest > torch.where(later, forbidden, certain), 0)
 
 
-@torch.library.register_fake("dta::hidden_pairs", lib=LIBRARY)
-def _hidden_pairs_fake(table: torch.Tensor, query: int, key: int, forbidden: float, certain: float) -> torch.Tensor:
-    return table.new_empty((table.shape[query], table.shape[key]))
+ENTRIES_BY_DISTANCE = define(
+    "entries_by_distance(Tensor table, int query, int key, str where) -> Tensor",
+    _entries_by_distance_fake,
+    _entries_by_distance,
+)
+HIDDEN_PAIRS = define(
+    "hidden_pairs(Tensor table, int query, int key, float forbidden, float certain) -> Tensor",
+    lambda table, query, key, *_: table.new_empty((table.shape[query], table.shape[key])),
+    _hidden_pairs,
+)

@@ -13,10 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from dta_compile.errors import RuntimeContractError
-from dta_compile.ops.library import LIBRARY
-
-LIBRARY.define("table_rows(Tensor mask, Tensor rows, bool exact=False) -> Tensor")
-TABLE_ROWS = torch.ops.dta.table_rows.default
+from dta_compile.ops.library import define
 
 
 class _OfThread(threading.local):
@@ -38,7 +35,6 @@ def part_of_batch() -> Iterator[None]:
         _of_thread.is_part = before
 
 
-@torch.library.impl("dta::table_rows", "CompositeExplicitAutograd", lib=LIBRARY)
 def _table_rows(mask: torch.Tensor, rows: torch.Tensor, exact: bool = False) -> torch.Tensor:
     """Return `rows[k]` at the k-th true entry of `mask` in row-major order, and 0 elsewhere.
 
@@ -57,9 +53,11 @@ def _table_rows(mask: torch.Tensor, rows: torch.Tensor, exact: bool = False) -> 
     return index.masked_scatter_(mask, rows.to(mask.device))
 
 
-@torch.library.register_fake("dta::table_rows", lib=LIBRARY)
-def _table_rows_fake(mask: torch.Tensor, rows: torch.Tensor, exact: bool = False) -> torch.Tensor:
-    return torch.empty(mask.shape, dtype=torch.int64, device=mask.device)
+TABLE_ROWS = define(
+    "table_rows(Tensor mask, Tensor rows, bool exact=False) -> Tensor",
+    lambda mask, *_, **__: torch.empty(mask.shape, dtype=torch.int64, device=mask.device),
+    _table_rows,
+)
 
 
 def unequal_counts(expected: str, got: str) -> RuntimeContractError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,29 +12,49 @@ from dta_compile.errors import RefusalError
 from dta_compile.torch_compat.tensors import TorchDispatchMode
 
 LIBRARY = torch.library.Library("dta", "DEF")
-LIBRARY.define("stop_gradient(Tensor value) -> Tensor")
-STOP_GRADIENT = torch.ops.dta.stop_gradient.default
-
-# A call that one of our functions refuses. A traced function cannot raise: Dynamo would break the graph there and
-# continue. Instead the operator is applied to a value that all results depend on: the backend raises its error for the
-# graph, and the operator itself raises if it runs (in eager mode, or under another backend).
-LIBRARY.define("refused(Tensor value, str what, str expected, str got, str hint) -> Tensor")
-REFUSED = torch.ops.dta.refused.default
 
 
-@torch.library.register_fake("dta::stop_gradient", lib=LIBRARY)
-def _stop_gradient_fake(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+def define(
+    schema: str,
+    fake: Callable[..., Any],
+    run: Callable[..., Any] | None = None,
+    save: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Any:
+    """Define an operator of the library and return it.
+
+    Args:
+        schema: in torch's form, `name(Tensor value) -> Tensor`.
+        fake: makes the results of a trace, without values.
+        run: computes the results; None: the operator stands in graphs only, or gets an implementation elsewhere.
+        save, backward: its derivative, if it has one; see `torch.library.register_autograd`.
+    """
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    torch.library.register_fake(f"dta::{name}", fake, lib=LIBRARY)
+    if run is not None:
+        LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    if backward is not None:
+        torch.library.register_autograd(f"dta::{name}", backward, setup_context=save, lib=LIBRARY)
+    return getattr(torch.ops.dta, name).default
 
 
-@torch.library.impl("dta::refused", "CompositeExplicitAutograd", lib=LIBRARY)
 def _refused(value: torch.Tensor, what: str, expected: str, got: str, hint: str) -> torch.Tensor:
     raise RefusalError(what, expected=expected, got=got, hint=hint)
 
 
-@torch.library.register_fake("dta::refused", lib=LIBRARY)
-def _refused_fake(value: torch.Tensor, what: str, expected: str, got: str, hint: str) -> torch.Tensor:
-    return torch.empty_like(value)
+STOP_GRADIENT = define(
+    "stop_gradient(Tensor value) -> Tensor",
+    lambda value: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device),
+)
+# A call that one of our functions refuses. A traced function cannot raise: Dynamo would break the graph there and
+# continue. Instead the operator is applied to a value that all results depend on: the backend raises its error for the
+# graph, and the operator itself raises if it runs (in eager mode, or under another backend).
+REFUSED = define(
+    "refused(Tensor value, str what, str expected, str got, str hint) -> Tensor",
+    lambda value, *_: torch.empty_like(value),
+    _refused,
+)
 
 
 def refused_calls(module: fx.GraphModule) -> list[fx.Node]:

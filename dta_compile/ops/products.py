@@ -12,10 +12,7 @@ import functools
 
 import torch
 
-from dta_compile.ops.library import LIBRARY
-
-LIBRARY.define("add_product_(Tensor(a!) total, Tensor left, Tensor right) -> ()")
-ADD_PRODUCT = torch.ops.dta.add_product_.default
+from dta_compile.ops.library import define
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -50,12 +47,7 @@ def _has_fused(device: torch.device, dtype: torch.dtype) -> bool:
     return all(torch.allclose(total, exact + 1, rtol=1e-2, atol=1e-2) for total in totals)
 
 
-@torch.library.register_fake("dta::add_product_", lib=LIBRARY)
-def _fake(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    return None
-
-
-LIBRARY.impl("add_product_", add_product, "CompositeExplicitAutograd")
+ADD_PRODUCT = define("add_product_(Tensor(a!) total, Tensor left, Tensor right) -> ()", lambda *_: None, add_product)
 
 
 def are_bounded(*tensors: torch.Tensor) -> bool:

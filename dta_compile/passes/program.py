@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import operator
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import sympy
@@ -188,6 +190,19 @@ def output_node(graph: fx.Graph) -> fx.Node:
     return next(iter(reversed(graph.nodes)))
 
 
+def all_nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
+    """Yield the nodes of a captured graph, and of the graphs inside it, such as checkpoints."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            yield from part.graph.nodes
+
+
+def is_boolean(node: fx.Node) -> bool:
+    """Return whether the value of a captured graph's node is a tensor of booleans."""
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and value.dtype is torch.bool
+
+
 def has_tensor(node: fx.Node) -> bool:
     """Return whether the value of a node is a tensor, or a tuple with a tensor in it."""
     value = node.meta.get("val")
@@ -217,7 +232,7 @@ def _unbatched(tensor: torch.Tensor) -> torch.Tensor:
 
 def writes_of(graph: fx.Graph) -> dict[fx.Node, frozenset[Any]]:
     """Return the calls of a captured graph that write in place, in order, and the memory that each writes to."""
-    written = {node: [memory(target) for target in _written_by(node)] for node in graph.nodes}
+    written = {node: [memory(target) for target in written_by(node)] for node in graph.nodes}
     return {node: frozenset().union(*parts) for node, parts in written.items() if parts}
 
 
@@ -227,11 +242,12 @@ def name_of(node: fx.Node) -> str:
     return name.partition(".")[0]
 
 
-def _written_by(node: fx.Node) -> list[fx.Node]:
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """Return the values that a node of a captured graph writes to."""
     name = name_of(node)
     has_suffix = name.endswith("_") and not name.endswith("__") and node.target not in (operator.and_, operator.or_)
     is_in_place = has_suffix or name.strip("_") in IN_PLACE
-    written = [node.args[:1] if is_in_place or node.kwargs.get("inplace") else None, node.kwargs.get("out")]
+    written = [node.args[:1] if is_in_place or _is_told_inplace(node) else None, node.kwargs.get("out")]
     if writes_in_place(node):
         for i, formal in enumerate(node.target._schema.arguments):
             if formal.alias_info is not None and formal.alias_info.is_write:
@@ -239,6 +255,14 @@ def _written_by(node: fx.Node) -> list[fx.Node]:
     targets: list[fx.Node] = []
     fx.map_arg(written, targets.append)
     return targets
+
+
+def _is_told_inplace(node: fx.Node) -> bool:
+    """Return whether a function is called with `inplace`, by name or by its place."""
+    if "inplace" in node.kwargs or not isinstance(node.target, types.FunctionType):
+        return bool(node.kwargs.get("inplace"))
+    names = list(inspect.signature(node.target).parameters)
+    return "inplace" in names and node.args[names.index("inplace") :][:1] not in ((), (False,))
 
 
 def with_writes(nodes: Iterable[fx.Node], writes: Mapping[fx.Node, frozenset[Any]]) -> set[fx.Node]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -259,12 +260,7 @@ def _example_number(arg: Any) -> Any:
 Proves = Callable[[z3.BoolRef], bool]
 
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
+    name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
 ALWAYS = {"lt": math.inf, "le": math.inf, "gt": -math.inf, "ge": -math.inf}  # comparisons with these always hold
 

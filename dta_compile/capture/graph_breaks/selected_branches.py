@@ -22,7 +22,7 @@ from torch import fx
 
 from dta_compile.capture import dynamo
 from dta_compile.capture.graph_breaks import hit_loops, questions, selections
-from dta_compile.passes.program import name_of
+from dta_compile.passes.program import memory, name_of
 from dta_compile.torch_compat.dynamo import (
     BaseListVariable,
     ConstantVariable,
@@ -290,9 +290,8 @@ def _is_new(node: fx.Node, own: set[fx.Node]) -> bool:
     """Return whether a value was made in a branch, in memory of its own."""
     if node not in own:
         return False
-    memory = selections.memory_of(node)
-    same = [source for source in node.all_input_nodes if selections.memory_of(source) & memory]
-    return bool(memory) and all(_is_new(source, own) for source in same)
+    same = [source for source in node.all_input_nodes if memory(source) & memory(node)]
+    return node not in memory(node) and all(_is_new(source, own) for source in same)
 
 
 def _writes_selected(node: fx.Node, selection: Hashable) -> bool:

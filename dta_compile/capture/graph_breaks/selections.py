@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
-import types
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
-from dta_compile.passes.program import name_of
-from dta_compile.torch_compat.operators import HigherOrderOperator, OpOverload, OpOverloadPacket
+from dta_compile.passes import program
+from dta_compile.passes.program import is_boolean, is_mutable, memory, name_of
+from dta_compile.torch_compat.operators import HigherOrderOperator, OpOverloadPacket
 
-IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.iand, operator.ior, operator.ixor}
 # What has entries exactly where its first argument has some.
 AS_MANY = {"squeeze", "unsqueeze", "flatten", "view", "reshape", "long", "to", "contiguous", "unbind", "clone", "cpu"}
 SHAPES = {"squeeze", "unsqueeze", "flatten", "view", "reshape", "contiguous", "clone"}  # that change no entry
@@ -53,9 +51,9 @@ def counted(node: Any) -> Hashable:
     name, source = name_of(node), node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return None
-    if name == "sum" and len(node.args) == 1 and not node.kwargs and is_bool(source):
+    if name == "sum" and len(node.args) == 1 and not node.kwargs and is_boolean(source):
         return mask_of(source)
-    if name == "count_nonzero" and len(node.args) == 1 and is_bool(source):
+    if name == "count_nonzero" and len(node.args) == 1 and is_boolean(source):
         return mask_of(source)
     if name == "numel" or (name in ("size", "sym_size") and node.args[1:] == (0,)):
         return selection_of(source)
@@ -77,7 +75,7 @@ def counted(node: Any) -> Hashable:
 def selection_of(node: fx.Node) -> Hashable:
     """Return the selection without which an index has no entries; None if there is none."""
     name, source = name_of(node), node.args[0] if node.args else None
-    if is_bool(node):
+    if is_boolean(node):
         return mask_of(node)
     if not isinstance(source, fx.Node):
         return None
@@ -88,7 +86,9 @@ def selection_of(node: fx.Node) -> Hashable:
         parts = [part for part in (index if isinstance(index, tuple) else (index,)) if isinstance(part, fx.Node)]
         chosen = next((one for one in map(selection_of, parts) if one is not None), None)
         return selection_of(source) if chosen is None and not parts else chosen
-    return selection_of(source) if name in AS_MANY and not is_bool(source) else None  # a mask as numbers picks no rows
+    return (
+        selection_of(source) if name in AS_MANY and not is_boolean(source) else None
+    )  # a mask as numbers picks no rows
 
 
 def mask_of(node: fx.Node) -> Hashable:
@@ -100,11 +100,11 @@ def mask_of(node: fx.Node) -> Hashable:
     if is_written(node):
         return None
     source = node.args[0] if node.args else None
-    if isinstance(source, fx.Node) and (_is_reshaped(node) or (name_of(node) == "any" and is_bool(source))):
+    if isinstance(source, fx.Node) and (_is_reshaped(node) or (name_of(node) == "any" and is_boolean(source))):
         return mask_of(source)
     if isinstance(source, fx.Node) and (chosen := _chosen(node)) is not None:
         return _row(source, *chosen)
-    if not is_bool(node) or node.op not in ("call_function", "call_method") or node.kwargs:
+    if not is_boolean(node) or node.op not in ("call_function", "call_method") or node.kwargs:
         return node
     values = [arg for arg in node.args if isinstance(arg, fx.Node)]
     if any(is_written(value) for value in values):
@@ -175,7 +175,7 @@ def _counts(node: Any) -> tuple[Callable[[int], Hashable], int] | None:
         return None
     kept = set(range(rank)) - {dim % rank for dim in dims}
     one_hot = _one_hot(source)
-    if len(kept) != 1 or not (is_bool(source) or one_hot):
+    if len(kept) != 1 or not (is_boolean(source) or one_hot):
         return None
     (axis,), size = kept, _shape(source)[min(kept)]
     bound = _bound(one_hot[0]) if one_hot and one_hot[1] == axis else None
@@ -265,8 +265,8 @@ def _is_one(shape: Iterable[Any]) -> bool:
 
 def is_written(node: fx.Node) -> bool:
     """Return whether anything writes to the memory of a value."""
-    memory = memory_of(node)
-    while (base := next((one for one in node.all_input_nodes if memory_of(one) & memory), None)) is not None:
+    own = memory(node)
+    while (base := next((one for one in node.all_input_nodes if memory(one) & own), None)) is not None:
         node = base
     pending, seen = [node], set[fx.Node]()
     while pending:
@@ -275,7 +275,7 @@ def is_written(node: fx.Node) -> bool:
             seen.add(node)
             if any(written is None or written is node for user in node.users for written in written_by(user)):
                 return True
-            pending += [user for user in node.users if memory_of(user) & memory]
+            pending += [user for user in node.users if memory(user) & own]
     return False
 
 
@@ -290,37 +290,10 @@ def _is_reshaped(node: fx.Node) -> bool:
     return name_of(node) in SHAPES or (name_of(node) == "getitem" and node.args[1] == WHOLE)
 
 
-def is_bool(node: fx.Node) -> bool:
-    value = node.meta.get("example_value")
-    return isinstance(value, torch.Tensor) and value.dtype == torch.bool
-
-
-def written_by(node: fx.Node) -> Iterator[fx.Node | None]:
-    """Yield the values that a node writes to; None if it may be any."""
-    name = name_of(node)
-    if node.op == "call_module" or isinstance(node.target, HigherOrderOperator) or "out" in node.kwargs:
-        yield None
-    elif node.op in ("call_method", "call_function"):
-        is_method = name.endswith("_") and not name.endswith("__")
-        if is_method or node.target in (operator.setitem, *IN_PLACE) or _is_in_place(node):
-            yield node.args[0] if isinstance(node.args[0], fx.Node) else None
-        overloads = [node.target]
-        if isinstance(node.target, OpOverloadPacket):
-            overloads = [getattr(node.target, overload) for overload in node.target.overloads()]
-        schemas = [one._schema for one in overloads if isinstance(one, OpOverload)]
-        if name in ("batch_norm", "instance_norm") or any(schema.is_mutable for schema in schemas):
-            yield None
-
-
-def _is_in_place(node: fx.Node) -> bool:
-    """Return whether a function is called with `inplace`, by name or by its place."""
-    if "inplace" in node.kwargs or not isinstance(node.target, types.FunctionType):
-        return bool(node.kwargs.get("inplace"))
-    names = list(inspect.signature(node.target).parameters)
-    return "inplace" in names and node.args[names.index("inplace") :][:1] not in ((), (False,))
-
-
-def memory_of(node: fx.Node) -> set[int]:
-    value = node.meta.get("example_value")
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return {one.untyped_storage()._cdata for one in values if isinstance(one, torch.Tensor)}
+def written_by(node: fx.Node) -> list[fx.Node | None]:
+    """Return the values that a node writes to; None if it may be any."""
+    target = node.target
+    overloads = map(target.__getattr__, target.overloads()) if isinstance(target, OpOverloadPacket) else ()
+    may_write = name_of(node) in ("batch_norm", "instance_norm") or any(map(is_mutable, overloads))
+    is_opaque = node.op == "call_module" or isinstance(target, HigherOrderOperator)
+    return [None] if is_opaque or may_write else [*program.written_by(node)]

@@ -7,14 +7,12 @@ imports it with the first of these models.
 
 from __future__ import annotations
 
-import functools
-import sys
 import types
 from typing import Any
 
 import torch
 
-from dta_compile.integrations.tracing import traces_for_this_backend
+from dta_compile.integrations.tracing import in_our_graphs
 from dta_compile.ops.experts.operators import expert_linear, expert_sum
 from dta_compile.registration import when_loaded
 
@@ -29,8 +27,8 @@ LOOPS = {
 
 def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """Compute the experts of `self`.
+) -> Any:
+    """Compute the experts of `self`; `NotImplemented` if they have no weights.
 
     Zero-computation experts, whose ids follow those of the experts with weights, return their tokens.
 
@@ -42,6 +40,8 @@ def experts_forward(
     Returns:
         `[T, D]` in the dtype of `hidden_states`.
     """
+    if self.down_proj is None:
+        return NotImplemented
     has_weights = top_k_index < self.down_proj.shape[0]
     expert = torch.where(has_weights, top_k_index, -1)
     rows = expert_linear(hidden_states, expert, self.gate_up_proj)
@@ -60,19 +60,8 @@ def _replace_loop(module: types.ModuleType) -> None:
     experts = getattr(module, LOOPS[module.__name__], None)
     if experts is None or hasattr(experts.forward, "__wrapped__"):  # missing, or declared by now
         return
-    loop = experts.forward
-
-    @functools.wraps(loop)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and traces_for_this_backend() and self.down_proj is not None:
-            return experts_forward(self, *args, **kwargs)
-        return loop(self, *args, **kwargs)
-
-    experts.forward = forward
+    experts.forward = in_our_graphs(experts_forward, experts.forward)
 
 
 for _name in LOOPS:
-    if _name in sys.modules:
-        _replace_loop(sys.modules[_name])
-    else:
-        when_loaded(_name, _replace_loop)
+    when_loaded(_name, _replace_loop)

@@ -11,14 +11,13 @@ Importing this module replaces the index's `forward` there if its source is the 
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
 import torch
 
 from dta_compile.integrations.models.known_source import is_known
-from dta_compile.integrations.tracing import traces_for_this_backend
+from dta_compile.integrations.tracing import in_our_graphs
 from dta_compile.ops.attention import ATTENTION_CALL
 from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, CHOSEN, Choosing
 from dta_compile.ops.compressed_keys import TOKENS_OF_ROWS
@@ -36,14 +35,16 @@ def chosen_tokens(
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor,
     cache: Any,
-) -> torch.Tensor:
+) -> Any:
     """Return which tokens each query may read, `[B, 1, S, S]` bool; arguments as in `Qwen4ExpTextQSAIndexer.forward`.
 
-    The call fails unless every row is one sequence, padded on the right.
+    `NotImplemented` while the model generates. The call fails unless every row is one sequence, padded on the right.
 
     Raises:
         RefusalError: there is a cache.
     """
+    if cache is not None and not torch.is_grad_enabled():
+        return NotImplemented
     if cache is not None:
         hint = "call the model with use_cache=False"
         hidden_states = REFUSED(hidden_states, "Qwen4-Exp's index is handed a cache", "no cache", "a cache", hint)
@@ -62,8 +63,7 @@ def chosen_tokens(
     operands = (query.float(), torch.ones_like(query[..., :1].float()), pooled.float())
     how = Choosing(self.block_topk + 1, size, True, False, False, size)
     choice = CHOOSE_KEYS_CALL(*(one.detach() for one in operands), None, True, real, 0, 1.0, 0.0, *how, None)
-    chosen: torch.Tensor = CHOSEN(choice, (tokens + size - 1) // size)
-    return chosen[..., columns // size]
+    return CHOSEN(choice, (tokens + size - 1) // size)[..., columns // size]
 
 
 def _segments(mask: torch.Tensor) -> torch.Tensor:
@@ -72,18 +72,6 @@ def _segments(mask: torch.Tensor) -> torch.Tensor:
     return torch.where(read.diagonal(dim1=-2, dim2=-1), torch.where(read[:, :, 0], 1, 2), 0)
 
 
-def _replace() -> None:
-    forward = MODULE.Qwen4ExpTextQSAIndexer.forward
-
-    @functools.wraps(forward)
-    def forward_over_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        trains = torch.is_grad_enabled() or kwargs.get("cache", args[3] if len(args) > 3 else None) is None
-        if torch.compiler.is_compiling() and traces_for_this_backend() and trains:  # else it generates
-            return chosen_tokens(self, *args, **kwargs)
-        return forward(self, *args, **kwargs)
-
-    MODULE.Qwen4ExpTextQSAIndexer.forward = forward_over_tokens
-
-
 if is_known(MODULE, [REPLACED], KNOWN):
-    _replace()
+    indexer = MODULE.Qwen4ExpTextQSAIndexer
+    indexer.forward = in_our_graphs(chosen_tokens, indexer.forward)

@@ -219,6 +219,72 @@ class Blocks:
             return tensor.unflatten(0, (-1, self._rows)).transpose(0, 1).reshape(-1, *shape)
         return tensor.reshape(-1, *shape).index_select(0, self.on(tensor.device).places)
 
+    def places_first(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Cut `[c, ...]` into `[L, n, ...]`, contiguous and in another dtype."""
+        return self.cut(tensor).transpose(0, 1).to(dtype).contiguous()
+
+    def tokens_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Join `[L, n, ...]` to `[c, ...]`."""
+        return self.join(tensor.transpose(0, 1))
+
+    def new_states(self, initial: torch.Tensor) -> torch.Tensor:
+        """Allocate states `[1 + E, ...]`, with the initial state set and the exits uninitialised."""
+        states = initial.new_empty((1 + self.exits, *initial.shape))
+        states[0] = initial
+        return states
+
+    def kept_states(self, states: torch.Tensor) -> torch.Tensor:
+        """Select the states to return from `[1 + E, ...]`."""
+        return states.index_select(0, self.on(states.device).kept)
+
+    def kept_grads(self, grads: torch.Tensor) -> torch.Tensor:
+        """Scatter the gradients of the kept states to those of all states `[1 + E, ...]`."""
+        total = grads.new_zeros((1 + self.exits, *grads.shape[1:]))
+        if self.kept:
+            total.index_copy_(0, self.on(grads.device).kept, grads)
+        return total
+
+    def at_entries(self, states: torch.Tensor, step: Step) -> torch.Tensor:
+        """Return the entry states of a step's blocks: `[m, ...]`, or `[1, ...]` if they share one."""
+        if step.entries is not None:
+            return states[step.entries]
+        return states.index_select(0, self.on(states.device).entries[step.blocks])
+
+    def add_at_entries(self, grads: torch.Tensor, added: torch.Tensor, step: Step) -> None:
+        """Add gradients of a step's entry states: `[m, ...]`, or their sum `[1, ...]` if the blocks share one."""
+        if step.entries is not None:
+            grads[step.entries] += added
+        else:
+            grads.index_add_(0, self.on(grads.device).entries[step.blocks], added)
+
+    def by_exit(self, tensor: torch.Tensor, step: Step) -> torch.Tensor:
+        """Gather `[m, ...]` by block of a step to `[e, ...]` by exit; `[1, ...]` is returned as it is."""
+        if step.one_exit_each or tensor.shape[0] == 1:
+            return tensor
+        return tensor.index_select(0, self.on(tensor.device).sources[step.counted] - step.blocks.start)
+
+    def by_block(self, tensor: torch.Tensor, step: Step) -> torch.Tensor:
+        """Sum `[e, ...]` by exit of a step to `[m, ...]` by block."""
+        if step.one_exit_each:
+            return tensor
+        total = tensor.new_zeros((step.blocks.stop - step.blocks.start, *tensor.shape[1:]))
+        return total.index_add_(0, self.on(tensor.device).sources[step.counted] - step.blocks.start, tensor)
+
+    def propagate(self, states: torch.Tensor, through: torch.Tensor, added: torch.Tensor) -> None:
+        """Compute the exits among `states`: that of the entry times `through`, plus `added`, both `[E, ...]`."""
+        for step in self.steps():
+            if step.exits.stop > step.exits.start:
+                entry = self.by_exit(self.at_entries(states, step), step)
+                torch.addcmul(added[step.counted], through[step.counted], entry, out=states[step.exits])
+
+    def propagate_back(self, grads: torch.Tensor, through: torch.Tensor, at_entry: torch.Tensor) -> None:
+        """Add to the gradients of states what comes from later ones; `at_entry` `[n, ...]` has that from outputs."""
+        for step in reversed(self.steps()):
+            added = at_entry[step.blocks]
+            if step.exits.stop > step.exits.start:
+                added += self.by_block(grads[step.exits] * through[step.counted], step)
+            self.add_at_entries(grads, added.sum(0, keepdim=True) if step.shared else added, step)
+
 
 def uploaded(table: Numbers, device: torch.device) -> torch.Tensor:
     """Copy a table to a device, from pinned memory so that the host does not wait for queued GPU work."""
@@ -343,53 +409,3 @@ class Runs:
 def _rows(batch: int, tokens: int) -> Runs:
     """Return one object for all layers of a model, so that they share what they derive from it."""
     return dataclasses.replace(Runs.of_lengths([tokens] * batch), rows=(batch, tokens))
-
-
-def new_states(initial: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Allocate states `[1 + E, ...]`, with the initial state set and the exits uninitialised."""
-    states = initial.new_empty((1 + blocks.exits, *initial.shape))
-    states[0] = initial
-    return states
-
-
-def kept_states(states: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Select the states to return from `[1 + E, ...]`."""
-    return states.index_select(0, blocks.on(states.device).kept)
-
-
-def kept_grads(grads: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Scatter the gradients of the kept states to those of all states `[1 + E, ...]`."""
-    total = grads.new_zeros((1 + blocks.exits, *grads.shape[1:]))
-    if blocks.kept:
-        total.index_copy_(0, blocks.on(grads.device).kept, grads)
-    return total
-
-
-def at_entries(states: torch.Tensor, step: Step, blocks: Blocks) -> torch.Tensor:
-    """Return the entry states of a step's blocks: `[m, ...]`, or `[1, ...]` if they share one."""
-    if step.entries is not None:
-        return states[step.entries]
-    return states.index_select(0, blocks.on(states.device).entries[step.blocks])
-
-
-def add_at_entries(grads: torch.Tensor, added: torch.Tensor, step: Step, blocks: Blocks) -> None:
-    """Add gradients of a step's entry states: `[m, ...]`, or their sum `[1, ...]` if the blocks share one."""
-    if step.entries is not None:
-        grads[step.entries] += added
-    else:
-        grads.index_add_(0, blocks.on(grads.device).entries[step.blocks], added)
-
-
-def by_exit(tensor: torch.Tensor, step: Step, blocks: Blocks) -> torch.Tensor:
-    """Gather `[m, ...]` by block of a step to `[e, ...]` by exit; `[1, ...]` is returned as it is."""
-    if step.one_exit_each or tensor.shape[0] == 1:
-        return tensor
-    return tensor.index_select(0, blocks.on(tensor.device).sources[step.counted] - step.blocks.start)
-
-
-def by_block(tensor: torch.Tensor, step: Step, blocks: Blocks) -> torch.Tensor:
-    """Sum `[e, ...]` by exit of a step to `[m, ...]` by block."""
-    if step.one_exit_each:
-        return tensor
-    total = tensor.new_zeros((step.blocks.stop - step.blocks.start, *tensor.shape[1:]))
-    return total.index_add_(0, blocks.on(tensor.device).sources[step.counted] - step.blocks.start, tensor)

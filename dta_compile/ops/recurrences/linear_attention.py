@@ -24,17 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dta_compile.ops.recurrences.blocks import (
-    Blocks,
-    Step,
-    add_at_entries,
-    at_entries,
-    by_block,
-    by_exit,
-    kept_grads,
-    kept_states,
-    new_states,
-)
+from dta_compile.ops.recurrences.blocks import Blocks, Step
 from dta_compile.ops.recurrences.pairwise_decay import (
     ByChannel,
     ByHead,
@@ -80,7 +70,7 @@ def forward(
     with torch.no_grad():
         call = _Call(query, key, value, decay, beta, scale, initial, blocks)
         out = call.run(with_output=True)
-        return blocks.join(out.transpose(1, 2)).to(value.dtype), kept_states(call.states, blocks)
+        return blocks.join(out.transpose(1, 2)).to(value.dtype), blocks.kept_states(call.states)
 
 
 def backward(grad_out: torch.Tensor, grad_kept: torch.Tensor, *arguments: Any) -> Gradients:
@@ -115,7 +105,7 @@ class _Call:
     ) -> None:
         self.blocks, self.scale = blocks, scale
         self.dtype = torch.promote_types(value.dtype, torch.float32)
-        self.states = new_states(initial.to(self.dtype), blocks)
+        self.states = blocks.new_states(initial.to(self.dtype))
         self.query = self.heads_first(query) * scale
         self.key, self.value = self.heads_first(key), self.heads_first(value)
         self.has_decay, self.by_channel = decay is not None, decay is not None and decay.dim() == 3
@@ -179,7 +169,7 @@ class _Call:
         """Compute `states` and `update`, and with `with_output` return the output `[n, H, L, V]`."""
         out = torch.empty_like(self.value) if with_output else self.value
         for step in self.steps():
-            state = at_entries(self.states, step, self.blocks)
+            state = self.blocks.at_entries(self.states, step)
             update = self.update[step.blocks]
             if self.beta is not None:
                 update -= _product(self.erase[step.blocks], state)
@@ -187,35 +177,35 @@ class _Call:
                 out[step.blocks] = _product(self.read[step.blocks], state)
             if step.exits.stop > step.exits.start:
                 exits = self.states[step.exits]
-                torch.matmul(self.write[step.counted].mT, by_exit(update, step, self.blocks), out=exits)
-                exits.addcmul_(self.through[step.counted][..., None], by_exit(state, step, self.blocks))
+                torch.matmul(self.write[step.counted].mT, self.blocks.by_exit(update, step), out=exits)
+                exits.addcmul_(self.through[step.counted][..., None], self.blocks.by_exit(state, step))
         if with_output:
             out.flatten(0, 1).baddbmm_(self.pairs.queries.flatten(0, 1), self.update.flatten(0, 1))
         return out
 
     def backward(self, grad_out: torch.Tensor, grad_kept: torch.Tensor) -> Gradients:
         """Return the gradients of the function `backward`; `run` comes first."""
-        grad, grads = self.heads_first(grad_out), kept_grads(grad_kept.to(self.dtype), self.blocks)
+        grad, grads = self.heads_first(grad_out), self.blocks.kept_grads(grad_kept.to(self.dtype))
         of_update = self.pairs.queries.mT @ grad
         of_read, of_erase = torch.empty_like(self.read), None if self.beta is None else torch.empty_like(self.read)
         of_write, of_through = torch.empty_like(self.write), torch.empty_like(self.through)
         for step in reversed(self.steps()):
-            state, own = at_entries(self.states, step, self.blocks), grad[step.blocks]
+            state, own = self.blocks.at_entries(self.states, step), grad[step.blocks]
             update = of_update[step.blocks]
             of_state = _sum_of_products(self.read[step.blocks], own, step.shared)
             if step.exits.stop > step.exits.start:
                 exits = grads[step.exits]
-                update += by_block(self.write[step.counted] @ exits, step, self.blocks)
-                of_write[step.counted] = by_exit(self.update[step.blocks], step, self.blocks) @ exits.mT
-                product = (exits * by_exit(state, step, self.blocks)).sum(-1)
+                update += self.blocks.by_block(self.write[step.counted] @ exits, step)
+                of_write[step.counted] = self.blocks.by_exit(self.update[step.blocks], step) @ exits.mT
+                product = (exits * self.blocks.by_exit(state, step)).sum(-1)
                 of_through[step.counted] = product if self.by_channel else product.sum(-1, keepdim=True)
-                added = by_block(exits * self.through[step.counted][..., None], step, self.blocks)
+                added = self.blocks.by_block(exits * self.through[step.counted][..., None], step)
                 of_state += added.sum(0, keepdim=True) if step.shared else added
             of_read[step.blocks] = _product(own, state.mT)
             if of_erase is not None:
                 of_erase[step.blocks] = _product(update, state.mT)
                 of_state -= _sum_of_products(self.erase[step.blocks], update, step.shared)
-            add_at_entries(grads, of_state, step, self.blocks)
+            self.blocks.add_at_entries(grads, of_state, step)
         return self._of_operands(grad, of_update, of_read, of_erase, of_write, of_through, grads[0])
 
     def _of_operands(

@@ -8,16 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from dta_compile.ops.recurrences.blocks import (
-    Blocks,
-    add_at_entries,
-    at_entries,
-    by_block,
-    by_exit,
-    kept_grads,
-    kept_states,
-    new_states,
-)
+from dta_compile.ops.recurrences.blocks import Blocks
 
 
 def forward(
@@ -26,7 +17,7 @@ def forward(
     """Return the output `[c, D]` and the kept states `[kept, D]`; `initial` is `[D]`."""
     with torch.no_grad():
         call = _Call(value, factor, initial, blocks)
-        return call.tokens_first(call.out).to(value.dtype), kept_states(call.states, blocks)
+        return blocks.tokens_first(call.out).to(value.dtype), blocks.kept_states(call.states)
 
 
 def backward(
@@ -52,16 +43,13 @@ class _Call:
     def __init__(self, value: torch.Tensor, factor: torch.Tensor, initial: torch.Tensor, blocks: Blocks) -> None:
         self.blocks, self.dtype = blocks, torch.promote_types(value.dtype, torch.float32)
         self.factor, self.out = self.places_first(factor), self.places_first(value)
-        self.states = new_states(initial.to(self.dtype), blocks)
+        self.states = blocks.new_states(initial.to(self.dtype))
         self.tables = blocks.on(value.device)
         for place in range(1, blocks.length):
             self.out[place].addcmul_(self.factor[place], self.out[place - 1])
         through = self.factor.cumprod(0)
         self.through, added = (at_exits[self.tables.lasts, self.tables.sources] for at_exits in (through, self.out))
-        for step in blocks.steps():
-            if step.exits.stop > step.exits.start:
-                entry = by_exit(at_entries(self.states, step, blocks), step, blocks)
-                torch.addcmul(added[step.counted], self.through[step.counted], entry, out=self.states[step.exits])
+        blocks.propagate(self.states, self.through, added)
         self.entries = self.states.index_select(0, self.tables.entries)
         self.out += through.mul_(self.entries)
 
@@ -69,23 +57,15 @@ class _Call:
         """Copy `[c, D]`, cut into `[L, n, D]`."""
         return self.blocks.cut(tensor).transpose(0, 1).to(self.dtype, copy=True, memory_format=torch.contiguous_format)
 
-    def tokens_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Join `[L, n, D]` to `[c, D]`."""
-        return self.blocks.join(tensor.transpose(0, 1))
-
     def backward(self, grad_out: torch.Tensor, grad_kept: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the gradients of the function `backward`."""
-        of_states, grads = self.places_first(grad_out), kept_grads(grad_kept.to(self.dtype), self.blocks)
+        of_states, grads = self.places_first(grad_out), self.blocks.kept_grads(grad_kept.to(self.dtype))
         at_entry = self.back_to_entries(of_states.clone())
-        for step in reversed(self.blocks.steps()):
-            added = at_entry[step.blocks]
-            if step.exits.stop > step.exits.start:
-                added += by_block(grads[step.exits] * self.through[step.counted], step, self.blocks)
-            add_at_entries(grads, added.sum(0, keepdim=True) if step.shared else added, step, self.blocks)
+        self.blocks.propagate_back(grads, self.through, at_entry)
         of_states[self.tables.lasts, self.tables.sources] += grads[1:]
         self.back_to_entries(of_states)
         of_factor = of_states * torch.cat([self.entries[None], self.out[:-1]])
-        return self.tokens_first(of_states), self.tokens_first(of_factor), grads[0]
+        return self.blocks.tokens_first(of_states), self.blocks.tokens_first(of_factor), grads[0]
 
     def back_to_entries(self, of_states: torch.Tensor) -> torch.Tensor:
         """Return gradients `[n, D]` of the entry states; those `[L, n, D]` of later tokens are added in place."""

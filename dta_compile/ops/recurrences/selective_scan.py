@@ -18,16 +18,7 @@ from typing import Any
 
 import torch
 
-from dta_compile.ops.recurrences.blocks import (
-    Blocks,
-    add_at_entries,
-    at_entries,
-    by_block,
-    by_exit,
-    kept_grads,
-    kept_states,
-    new_states,
-)
+from dta_compile.ops.recurrences.blocks import Blocks
 
 MOST_ELEMENTS = 2**21  # most elements of the states after all tokens in a slice of channels
 LEAST_CHANNELS = 16  # fewest channels of a slice
@@ -50,7 +41,7 @@ def forward(
         for part in call.slices():
             states = part.run(part.decay())
             out[..., part.channels] = (call.C.mT @ states[1:])[:, :, 0]
-        return call.tokens_first(out).to(x.dtype), kept_states(call.states, blocks).mT
+        return blocks.tokens_first(out).to(x.dtype), blocks.kept_states(call.states).mT
 
 
 def backward(grad_out: torch.Tensor, grad_kept: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -128,20 +119,12 @@ class _Call:
         blocks: Blocks,
     ) -> None:
         self.blocks, self.dtype = blocks, torch.promote_types(x.dtype, torch.float32)
-        self.x, self.dt = self.places_first(x), self.places_first(dt)
-        self.B, self.C = self.places_first(B)[..., None], self.places_first(C)[..., None]  # [L, n, N, 1]
+        self.x, self.dt, *both = (blocks.places_first(one, self.dtype) for one in (x, dt, B, C))
+        self.B, self.C = (one[..., None] for one in both)  # [L, n, N, 1]
         self.A = A.to(self.dtype).t().contiguous()
-        self.states = new_states(initial.to(self.dtype).t(), blocks).contiguous()
+        self.states = blocks.new_states(initial.to(self.dtype).t()).contiguous()
         tables = blocks.on(x.device)
         self.until = self.dt.cumsum(0)[tables.lasts, tables.sources]  # [E, D]
-
-    def places_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Cut `[c, ...]` into `[L, n, ...]`."""
-        return self.blocks.cut(tensor).transpose(0, 1).to(self.dtype).contiguous()
-
-    def tokens_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Join `[L, n, ...]` to `[c, ...]`."""
-        return self.blocks.join(tensor.transpose(0, 1))
 
     def slices(self) -> Iterator[_Slice]:
         """Yield slices of channels with at most `MOST_ELEMENTS` elements of states each."""
@@ -154,10 +137,7 @@ class _Call:
     def run(self) -> None:
         """Compute `states`."""
         through, added = self._exits()
-        for step in self.blocks.steps():
-            if step.exits.stop > step.exits.start:
-                entry = by_exit(at_entries(self.states, step, self.blocks), step, self.blocks)
-                torch.addcmul(added[step.counted], through[step.counted], entry, out=self.states[step.exits])
+        self.blocks.propagate(self.states, through, added)
 
     def _exits(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the decays from a block's beginning to each exit, and its tokens' contributions: `[E, N, D]`."""
@@ -169,7 +149,7 @@ class _Call:
 
     def backward(self, grad_out: torch.Tensor, grad_kept: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the gradients of the function `backward`; `run` comes first."""
-        grad = self.places_first(grad_out)[:, :, None]  # [L, n, 1, D]
+        grad = self.blocks.places_first(grad_out, self.dtype)[:, :, None]  # [L, n, 1, D]
         grads = self._state_grads(grad, grad_kept)
         of_x, of_dt = torch.empty_like(self.x), torch.empty_like(self.dt)
         of_A, of_B, of_C = (torch.zeros_like(tensor) for tensor in (self.A, self.B, self.C))
@@ -188,19 +168,15 @@ class _Call:
             of_x[..., channels] = of_dtx * part.dt[:, :, 0]
             of_dt[..., channels] = (of_exponent * part.A).sum(2).addcmul_(of_dtx, part.x[:, :, 0])
             of_A[:, channels] = of_exponent.mul_(part.dt).sum((0, 1))
-        x, dt, B, C = (self.tokens_first(tensor) for tensor in (of_x, of_dt, of_B[..., 0], of_C[..., 0]))
+        x, dt, B, C = (self.blocks.tokens_first(tensor) for tensor in (of_x, of_dt, of_B[..., 0], of_C[..., 0]))
         return x, dt, of_A.t(), B, C, grads[0].t()
 
     def _state_grads(self, grad: torch.Tensor, grad_kept: torch.Tensor) -> torch.Tensor:
         """Return the gradients of the states, `[1 + E, N, D]`."""
-        grads = kept_grads(grad_kept.to(self.dtype).mT, self.blocks)
+        grads = self.blocks.kept_grads(grad_kept.to(self.dtype).mT)
         at_entry = grads.new_empty((self.blocks.count, *self.A.shape))
         for part in self.slices():
             at_entry[..., part.channels] = part.back_to_entries(self.C * grad[..., part.channels], part.decay())
         through = (self.until[:, None] * self.A).exp_()
-        for step in reversed(self.blocks.steps()):
-            added = at_entry[step.blocks]
-            if step.exits.stop > step.exits.start:
-                added += by_block(grads[step.exits] * through[step.counted], step, self.blocks)
-            add_at_entries(grads, added.sum(0, keepdim=True) if step.shared else added, step, self.blocks)
+        self.blocks.propagate_back(grads, through, at_entry)
         return grads

@@ -14,13 +14,12 @@ from torch import fx
 
 from dta_compile.ops.autograd_function import AutogradFunctionCall, custom_function
 from dta_compile.passes.axes.token_rules import pointwise, rule_for
-from dta_compile.passes.graphs.operators import SAME_ENTRIES
+from dta_compile.passes.graphs.operators import SAME_ENTRIES, aten
 from dta_compile.passes.program import Program
 from dta_compile.passes.symbols import SYMBOLIC, expression
 from dta_compile.passes.tracing import attribute_set, tracing
 from dta_compile.torch_compat.tensors import TorchDispatchMode, pytree
 
-aten = torch.ops.aten
 Shape = tuple[sympy.Expr, ...]
 
 # Linear in the first argument, if no other one depends on the gradient.

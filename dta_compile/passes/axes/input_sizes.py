@@ -17,10 +17,9 @@ from torch import fx
 from dta_compile.executable.layouts import InputKind
 from dta_compile.passes.axes.layouts import batch_and_tokens, mixer_calls
 from dta_compile.passes.contracts import contract
+from dta_compile.passes.graphs.operators import aten
 from dta_compile.passes.program import AmbiguousAxes, Program
 from dta_compile.passes.symbols import free_symbols, hint, sizes
-
-aten = torch.ops.aten
 
 BY_INDEX = (aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)

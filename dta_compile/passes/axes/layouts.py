@@ -13,10 +13,7 @@ from torch import fx
 from dta_compile.executable.layouts import Axis, Flat, Frame, Layout
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.graphs.nodes import is_uniform
-from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES
 from dta_compile.passes.symbols import hint, sizes
-
-aten = torch.ops.aten
 
 Rule = Callable[[fx.Node, "Arguments"], "Layout | tuple[Layout, ...]"]
 
@@ -153,13 +150,6 @@ def argument(node: fx.Node, position: int, name: str) -> Any:
 def is_tensor(node: Any) -> bool:
     """Return whether an argument is a node whose value is one tensor."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def through_copies(node: fx.Node) -> fx.Node:
-    """Follow copies back to their source."""
-    while node.target in DIFFERENTIABLE_COPIES:
-        node = node.args[0]
-    return node
 
 
 def mixer_calls(graph: fx.Graph) -> list[fx.Node]:

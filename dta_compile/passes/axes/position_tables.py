@@ -15,10 +15,9 @@ from torch import fx
 from dta_compile.executable.layouts import InputKind
 from dta_compile.passes.axes.layouts import argument, is_tensor
 from dta_compile.passes.graphs.nodes import erase_unused
+from dta_compile.passes.graphs.operators import aten
 from dta_compile.passes.program import Program, has_tensor
 from dta_compile.passes.symbols import free_symbols, sizes
-
-aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)

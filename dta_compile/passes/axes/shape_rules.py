@@ -11,11 +11,10 @@ from torch import fx
 
 from dta_compile.executable.layouts import Axis, Flat, Frame, Layout, flat
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens, argument, broadcast, require_feature, unify_frames
-from dta_compile.passes.graphs.operators import COPIES, MAYBE_COPIES, RESHAPES, TRANSPOSITIONS
+from dta_compile.passes.graphs.operators import COPIES, MAYBE_COPIES, RESHAPES, TRANSPOSITIONS, aten
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import expression, sizes
 
-aten = torch.ops.aten
 AnyAxis = Axis | Flat
 Labels = tuple[str | None, ...]  # names of the dimensions of a value; None: any
 Factor = tuple[AnyAxis | None, sympy.Expr]  # of a dimension: an axis, or None for features, and its size

@@ -25,6 +25,7 @@ from dta_compile.passes.axes.position_tables import index_position_tables
 from dta_compile.passes.axes.shape_rules import FLATTENED
 from dta_compile.passes.axes.token_rules import pointwise, rule_for
 from dta_compile.passes.contracts import contract
+from dta_compile.passes.graphs.operators import aten
 from dta_compile.passes.program import (
     AmbiguousAxes,
     GraphWithoutAttention,
@@ -37,8 +38,6 @@ from dta_compile.passes.program import (
     where,
 )
 from dta_compile.passes.symbols import expression, sizes
-
-aten = torch.ops.aten
 
 LEARNED_PROMPT = "as for a learned prompt among the tokens"  # in the reason of a value
 

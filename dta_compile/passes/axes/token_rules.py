@@ -36,12 +36,11 @@ from dta_compile.passes.graphs.operators import (
     RESHAPES,
     SQUEEZES,
     TRANSPOSITIONS,
+    aten,
     is_tagged_pointwise,
 )
 from dta_compile.passes.symbols import sizes
 from dta_compile.torch_compat.operators import OpOverload
-
-aten = torch.ops.aten
 
 TOKEN_RULES: dict[Any, Rule] = {}
 REGISTERED: set[Any] = set()  # operators with a rule registered by users

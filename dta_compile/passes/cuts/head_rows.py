@@ -35,10 +35,9 @@ from dta_compile.passes.graphs.operators import (
     SAME_ENTRIES,
     SUMS,
     ZERO_OF_ZERO,
+    aten,
 )
 from dta_compile.passes.program import FrontierValue, Program, Value, items_of
-
-aten = torch.ops.aten
 
 Conditions = frozenset[Condition]  # a conjunction
 ALWAYS: frozenset[Conditions] = frozenset([frozenset()])  # a disjunction of conjunctions, here of the empty one

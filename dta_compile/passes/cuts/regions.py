@@ -17,14 +17,12 @@ from dta_compile.passes.axes.layouts import memory_order
 from dta_compile.passes.axes.shape_rules import factors
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import SizeNodes, call, erase_unused, may_have_gradient
-from dta_compile.passes.graphs.operators import DROPOUTS, MATRIX_PRODUCTS
+from dta_compile.passes.graphs.operators import DROPOUTS, MATRIX_PRODUCTS, aten
 from dta_compile.passes.graphs.subgraph import bytes_per_token, cheapest_cut, is_per_token
 from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.masks.mixers import cache_outputs, mixing_refusal
 from dta_compile.passes.program import FrontierValue, Mixed, Program, ancestors, has_tensor, items_of, where
 from dta_compile.passes.symbols import expression, sizes
-
-aten = torch.ops.aten
 
 
 @contract(

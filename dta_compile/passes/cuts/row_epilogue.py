@@ -12,18 +12,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import sympy
-import torch
 from torch import fx
 
 from dta_compile.executable.layouts import Axis, Layout
 from dta_compile.passes.axes.shape_rules import reshape_groups
 from dta_compile.passes.axes.token_axis import apply_rule, axis_of_size, is_labelled, layout_by_shape
-from dta_compile.passes.graphs.operators import TAKE_A_SHAPE
+from dta_compile.passes.graphs.operators import TAKE_A_SHAPE, aten
 from dta_compile.passes.graphs.subgraph import Subgraph, graph_module
 from dta_compile.passes.program import Mixed, Program, Value, has_tensor
 from dta_compile.passes.symbols import sizes
-
-aten = torch.ops.aten
 
 PER_ROW = tuple(axis for axis in Axis if axis.is_over_sequences)
 

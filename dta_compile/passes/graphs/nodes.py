@@ -16,13 +16,18 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.graphs.operators import FILL_ARGUMENTS, FILL_NUMBERS, is_tagged_pointwise
+from dta_compile.passes.graphs.operators import (
+    DIFFERENTIABLE_COPIES,
+    FILL_ARGUMENTS,
+    FILL_NUMBERS,
+    RESHAPES,
+    aten,
+    is_tagged_pointwise,
+)
 from dta_compile.passes.program import has_tensor, writes_in_place
-from dta_compile.passes.symbols import expression, symbol_sources
+from dta_compile.passes.symbols import expression, sizes, symbol_sources
 from dta_compile.torch_compat.sizes import FloorDiv, Mod, PythonMod
 from dta_compile.torch_compat.tensors import enable_python_dispatcher
-
-aten = torch.ops.aten
 
 
 def call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -74,6 +79,32 @@ def full_for(node: fx.Node, shape: list[Any], number: Any) -> fx.Node:
     full = node.graph.call_function(aten.full.default, (shape, number), kwargs)
     full.meta = dict(node.meta)
     return full
+
+
+def constructed(graph: fx.Graph, target: Any, *args: Any, like: torch.Tensor) -> fx.Node:
+    """Insert a constructor of a value with the dtype and device of `like`."""
+    with like.fake_mode:  # type: ignore[attr-defined]
+        return call(graph, target, *args, dtype=like.dtype, device=like.device, pin_memory=False)
+
+
+def raised(value: fx.Node, count: int, dim: int = 0) -> fx.Node:
+    """Add dimensions of size 1, in front or (with `dim` -1) at the end."""
+    for _ in range(count):
+        value = call(value.graph, aten.unsqueeze.default, value, dim)
+    return value
+
+
+def regrouped(value: fx.Node, shape: list[Any], dims: int = 1) -> fx.Node:
+    """Reshape the first dimensions of a value to `shape`; the sizes of the others are numbers."""
+    rest = [int(size) for size in value.meta["val"].shape[dims:]]
+    return call(value.graph, aten.reshape.default, value, [*shape, *rest])
+
+
+def repeated(value: fx.Node, times: Any) -> fx.Node:
+    """Repeat each row of `[N, ...]` in place, `[N * times, ...]`; `times` is a number, or the node of one."""
+    wide = call(value.graph, aten.unsqueeze.default, value, 1)
+    wide = call(value.graph, aten.expand.default, wide, [-1, times, *[-1] * (value.meta["val"].dim() - 1)])
+    return regrouped(wide, [-1], 2)
 
 
 class First:
@@ -134,6 +165,32 @@ def descendants(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         if node.op != "output" and not reached.isdisjoint(node.all_input_nodes):
             reached.add(node)
     return reached
+
+
+def behind(node: fx.Node, operators: Collection[Any]) -> fx.Node:
+    """Follow operators back to the value that they are applied to, one to the first argument of the next."""
+    while node.target in operators:
+        node = node.args[0]
+    return node
+
+
+def repeated_from(node: fx.Node, dim: int, times: int | None = None) -> fx.Node | None:
+    """Return the value whose entries along a dimension a node repeats, each so many times in a row; None: it is none.
+
+    That is the `x` of `x[:, :, None].expand(B, H, times, S, D).reshape(B, H * times, S, D)`.
+    """
+    wide = behind(node.args[0], DIFFERENTIABLE_COPIES) if node.target in RESHAPES else node
+    raised = behind(wide.args[0], DIFFERENTIABLE_COPIES) if wide.target is aten.expand.default else node
+    if wide is node or raised.target is not aten.unsqueeze.default:
+        return None
+    source = behind(raised.args[0], DIFFERENTIABLE_COPIES)
+    before, between, after = sizes(source), list(sizes(wide)), sizes(node)
+    if len(between) != len(before) + 1 or raised.args[1] % len(between) != dim + 1:
+        return None
+    number = between.pop(dim + 1)
+    repeats_others = any(own == 1 != other for own, other in zip(before, between, strict=True))
+    is_merged = len(after) == len(before) and after[:dim] + after[dim + 1 :] == before[:dim] + before[dim + 1 :]
+    return source if is_merged and not repeats_others and times in (None, number) else None
 
 
 def swaps(node: fx.Node) -> bool:

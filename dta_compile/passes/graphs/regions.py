@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch import fx
 
 from dta_compile.executable.as_captured import TAG_ACTIVATION_CHECKPOINT
-from dta_compile.passes.program import output_node
+from dta_compile.passes.program import all_nodes, output_node
 
 
 def rewritten(
@@ -19,8 +19,7 @@ def rewritten(
 
     Results and operands of regions that nobody reads are dropped, so that `rewrite` meets neither.
     """
-    parts = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
-    if not any(is_concerned(node) for part in parts for node in part.graph.nodes):
+    if not any(map(is_concerned, all_nodes(module))):
         return module
     result = _copied(module)
     _rewrite(result, rewrite)

@@ -19,12 +19,10 @@ from dta_compile.ops.attention import ATTENTION_CALL, Masking
 from dta_compile.ops.dtypes import autocast
 from dta_compile.ops.scoring import Scoring
 from dta_compile.passes.graphs.nodes import filled_with, full_for, replace_nodes
-from dta_compile.passes.graphs.operators import FULL_VARIANTS, UNINITIALIZED
+from dta_compile.passes.graphs.operators import FULL_VARIANTS, UNINITIALIZED, aten
 from dta_compile.passes.lowering.attention.rewrite import dropout_refusal
 from dta_compile.passes.program import where_now
 from dta_compile.torch_compat.tracing import get_decompositions
-
-aten = torch.ops.aten
 
 # Reductions that torch fuses with per-token work: once decomposed, the per-token part can run over the tree.
 FUSED_REDUCTIONS = get_decompositions(

@@ -25,13 +25,11 @@ from torch import fx
 
 from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
 from dta_compile.passes.graphs.nodes import SizeNodes, call, descendants, erase_unused, is_pointwise
-from dta_compile.passes.graphs.operators import CASTS, COPIES, MATRIX_PRODUCTS, RESHAPES, TAKE_A_SHAPE
+from dta_compile.passes.graphs.operators import CASTS, COPIES, MATRIX_PRODUCTS, RESHAPES, TAKE_A_SHAPE, aten
 from dta_compile.passes.lowering.attention.distances import positions
 from dta_compile.passes.lowering.next_tokens import COPIED, CannotResize, all_sizes, resized
 from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import expression, sizes
-
-aten = torch.ops.aten
 
 # Operators that treat every entry of dimension 0 by itself, where arguments and result have the rows of a batch there.
 BY_ROW = CASTS | COPIES | MATRIX_PRODUCTS | RESHAPES | {aten.embedding.default, aten.unsqueeze.default}

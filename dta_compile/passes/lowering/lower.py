@@ -32,6 +32,7 @@ from dta_compile.ops.library import STOP_GRADIENT, DrawCapture, is_random
 from dta_compile.passes.axes.layouts import mixer_calls
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import descendants, erase_unused, sizes_from_inputs
+from dta_compile.passes.graphs.operators import aten
 from dta_compile.passes.graphs.storage import write_to_new_values
 from dta_compile.passes.lowering import decompositions, row_loops
 from dta_compile.passes.lowering.attention.choices import recognise_choices
@@ -56,7 +57,7 @@ from dta_compile.passes.lowering.repeated_weights import multiply_unrepeated
 from dta_compile.passes.lowering.row_loops import select_masked_writes
 from dta_compile.passes.lowering.same_entries import replace_same_entries
 from dta_compile.passes.lowering.shifts import shifts_to_mixers
-from dta_compile.passes.program import Program, ancestors, name_of, output_node, where
+from dta_compile.passes.program import Program, all_nodes, ancestors, name_of, output_node, where
 from dta_compile.passes.symbols import depends_on_data, reads_number
 from dta_compile.passes.tracing import attribute_set, tracing
 from dta_compile.torch_compat import autograd
@@ -64,7 +65,6 @@ from dta_compile.torch_compat.autograd import from_fun, to_fun
 from dta_compile.torch_compat.tensors import FunctionalTensorMode, is_traceable_wrapper_subclass, pytree
 from dta_compile.torch_compat.tracing import make_fx
 
-aten = torch.ops.aten
 TRAINED = InputKind.PARAMETER, InputKind.DIFFERENTIABLE_DATA
 ASSERTIONS = (aten._assert_async.default, aten._assert_async.msg)
 GRADIENT_MODES = (autograd.set_grad_enabled, autograd.enter_inference_mode, autograd.exit_inference_mode)
@@ -124,17 +124,16 @@ def lower(program: Program) -> None:
 
 def _refuse_assigned_data(captured: fx.GraphModule) -> None:
     """Raise RefusalError for `p.data = x`: no trace shows the new storage, so values and gradients would be lost."""
-    for part in captured.modules():
-        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
-            if name_of(node) == "set_":
-                raise RefusalError(
-                    "the model assigns to the .data of a tensor",
-                    where=where(node),
-                    expected="a forward pass that leaves its parameters, buffers and inputs as they are",
-                    got=f"{node.args[0]}.data = ..., or {node.args[0]}.set_(...)",
-                    hint="move the assignment out of the compiled function, or compute a new value and use that: "
-                    "torch.nn.utils.parametrize does so with weights",
-                )
+    for node in all_nodes(captured):
+        if name_of(node) == "set_":
+            raise RefusalError(
+                "the model assigns to the .data of a tensor",
+                where=where(node),
+                expected="a forward pass that leaves its parameters, buffers and inputs as they are",
+                got=f"{node.args[0]}.data = ..., or {node.args[0]}.set_(...)",
+                hint="move the assignment out of the compiled function, or compute a new value and use that: "
+                "torch.nn.utils.parametrize does so with weights",
+            )
 
 
 def _refuse_gradients_switched_on(captured: fx.GraphModule, flow: GradientFlow) -> None:
@@ -158,8 +157,7 @@ def _refuse_numbers(captured: fx.GraphModule, graph: fx.Graph) -> None:
     The lengths of experts' groups of slots, read by `.tolist()`, have no reader any more; other numbers have no value
     in a graph over a tree.
     """
-    parts = [part for part in captured.modules() if isinstance(part, fx.GraphModule)]
-    if not any(reads_number(node) for part in parts for node in part.graph.nodes):
+    if not any(map(reads_number, all_nodes(captured))):
         return
     for node in graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default):
         if isinstance(node.meta["val"], torch.SymInt) and depends_on_data(node.meta["val"]):

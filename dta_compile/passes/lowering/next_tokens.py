@@ -35,14 +35,13 @@ from dta_compile.passes.graphs.operators import (
     TAKE_A_SHAPE,
     TRANSPOSITIONS,
     UNTAGGED_POINTWISE,
+    aten,
 )
 from dta_compile.passes.lowering.attention.distances import positions
 from dta_compile.passes.lowering.shifts import shifted
 from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import expression, sizes
 from dta_compile.torch_compat.tensors import tree_leaves
-
-aten = torch.ops.aten
 
 # Operators whose arguments name no token by its number.
 COPIED = (

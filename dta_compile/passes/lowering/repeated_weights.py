@@ -9,14 +9,12 @@ repeated operand is one with the operand itself, of which the other operand's re
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from dta_compile.passes.graphs.nodes import call, copy_stack_trace, erase_unused
+from dta_compile.passes.graphs.operators import aten
 from dta_compile.passes.lowering.attention.factors import MOVES, Arranged, Arranger, Dim, Mismatch, leaves, unify
 from dta_compile.passes.symbols import sizes
-
-aten = torch.ops.aten
 
 
 def multiply_unrepeated(graph: fx.Graph) -> None:

@@ -16,10 +16,8 @@ import torch
 from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import call, erase_unused, is_item, replace_nodes
-from dta_compile.passes.graphs.operators import ALONG_DIMENSIONS, UNARY
-
-aten = torch.ops.aten
+from dta_compile.passes.graphs.nodes import call, erase_unused, is_item, raised, replace_nodes
+from dta_compile.passes.graphs.operators import ALONG_DIMENSIONS, UNARY, aten
 
 
 def undo_row_loops(graph: fx.Graph) -> None:
@@ -108,9 +106,7 @@ def _selection(node: fx.Node) -> fx.Node | None:
         return None
     if argument(node, 3, "accumulate"):
         value = call(node.graph, aten.add.Tensor, target, value)
-    for _ in range(after):
-        mask = call(node.graph, aten.unsqueeze.default, mask, -1)
-    return call(node.graph, aten.where.self, mask, value, target)
+    return call(node.graph, aten.where.self, raised(mask, after, -1), value, target)
 
 
 def _is_mask_of(mask: fx.Node, target: fx.Node) -> bool:

@@ -20,12 +20,11 @@ from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import erase_unused
-from dta_compile.passes.graphs.operators import CASTS, DIFFERENTIABLE_COPIES, FILLS, RANGES, RESHAPES
+from dta_compile.passes.graphs.operators import CASTS, DIFFERENTIABLE_COPIES, FILLS, RANGES, RESHAPES, aten
 from dta_compile.passes.lowering.experts.slot_numbers import counts_from_zero
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import expression, sizes
 
-aten = torch.ops.aten
 BOUNDS = ("dim", "start", "end", "step")  # of aten.slice
 MOVES = CASTS | DIFFERENTIABLE_COPIES
 

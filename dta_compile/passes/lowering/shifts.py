@@ -1,10 +1,11 @@
-"""Replace token shifts that a model writes with slices by the `token_shift` mixer.
+"""Replace token shifts that a model writes with slices by the `token_shift` mixer, and causal depthwise convolutions.
 
     cat([x[:, :1], x[:, 1:] + g * x[:, :-1]], 1)
     pad(x, (0, 0, 1, -1))                pad(x, (0, 0, 1, 0))[:, :-1]             RWKV's token shift
     y = roll(x, 1, 1);  y[:, 0] = 0
     conv1d(pad(x, (2, 0)), weight)       of any groups and dilation; also with `padding` and a slice of the result
     pad(x, (2, 0)).unfold(2, 3, 1)       windows
+    conv1d(x, weight, padding=k - 1, groups=D)[..., :S]          `short_convolution`, as conv1d(pad(x, (k - 1, 0)), ...)
 
 Each value has all tokens of the call; its entry `t` reads entries `t` and `t - k` of other values, its first entries
 something else. `lower` calls this to extend the slices to all tokens: `x[:, 1:]` to `x`, and `x[:, :-1]`, which is used
@@ -29,13 +30,11 @@ from torch import fx
 
 from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
 from dta_compile.passes.axes.shape_rules import order_of
-from dta_compile.passes.graphs.nodes import call, descendants, erase_unused, filled_with, is_float
-from dta_compile.passes.graphs.operators import COPIES, LINEAR_LAYERS, MATRIX_PRODUCTS, RESHAPES, TRANSPOSITIONS
+from dta_compile.passes.graphs.nodes import behind, call, descendants, erase_unused, filled_with, is_float, raised
+from dta_compile.passes.graphs.operators import COPIES, LINEAR_LAYERS, MATRIX_PRODUCTS, RESHAPES, TRANSPOSITIONS, aten
 from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import expression, sizes
 from dta_compile.torch_compat.sizes import Min, Mod, PythonMod
-
-aten = torch.ops.aten
 
 ROOTS = frozenset(
     {
@@ -84,20 +83,20 @@ def shifts_to_mixers(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
     calls = mixer_calls(graph)
     if not calls:
         return
-    batch, tokens = batch_and_tokens(calls[0])
-    if not tokens.free_symbols:
-        return
+    first, *others = dict.fromkeys(map(batch_and_tokens, calls))
+    over = [(batch, tokens) for batch, tokens in others if tokens.is_Symbol]  # further batches, see `other_batches`
     parameters = list(parameters)
     data = [node for node in graph.find_nodes(op="placeholder") if node not in parameters and has_tensor(node)]
     with_gradient, of_data = descendants(graph, parameters), descendants(graph, data)
     before = ancestors([*calls, *_layers(graph, of_data)])
-    for node in list(graph.nodes):
-        if node.target not in ROOTS or node not in before or node not in with_gradient or not is_float(node):
-            continue
-        with graph.inserting_before(node):
-            if (value := _whole(node, batch, tokens, of_data, with_gradient)) is not None:
-                node.replace_all_uses_with(value)
-    erase_unused(graph)
+    for batch, tokens in (first, *over) if first[1].free_symbols else ():
+        for node in list(graph.nodes):
+            if node.target not in ROOTS or node not in before or node not in with_gradient or not is_float(node):
+                continue
+            with graph.inserting_before(node):
+                if (value := _whole(node, batch, tokens, of_data, with_gradient)) is not None:
+                    node.replace_all_uses_with(value)
+        erase_unused(graph)
 
 
 def _layers(graph: fx.Graph, of_data: set[fx.Node]) -> list[fx.Node]:
@@ -278,6 +277,8 @@ class _Shifts:
 
     def _convolved(self, node: fx.Node, offset: int) -> _Extended:
         """Apply a convolution to all tokens, as a product for each group over the channels of all tokens it reads."""
+        if offset == 0 and (short := self._short_convolution(node)) is not None:
+            return _Extended(short)
         source, weight, bias, stride, padding, dilation, is_transposed, _, groups = node.args
         channels, width = (int(size) for size in (sizes(source)[1], sizes(weight)[-1]))
         self._require(self.back == 1 and len(sizes(source)) == 3 and stride == [1] and not is_transposed)
@@ -296,6 +297,25 @@ class _Shifts:
         if bias is not None:
             out = call(self.graph, aten.add.Tensor, out, call(self.graph, aten.unsqueeze.default, bias, 1))
         return _Extended(out, max(tap.begin for tap in taps))
+
+    def _short_convolution(self, node: fx.Node) -> fx.Node | None:
+        """Insert the mixer for a causal convolution of all tokens `[B, D, S]` by channel; None: it is another one."""
+        source, weight, bias, stride, padding, dilation, is_transposed, _, groups = node.args
+        width, before = int(sizes(weight)[-1]), padding[0]
+        if source.target is aten.constant_pad_nd.default and not argument(source, 2, "value") and before == 0:
+            before, *others = source.args[1]
+            source = node if any(others) else source.args[0]
+        is_causal = before == width - 1 > 0 and [*stride, *dilation] == [1, 1] and not is_transposed
+        is_by_channel = sizes(weight) == (groups, 1, width) and sizes(source) == (self.batch, groups, self.tokens)
+        if not is_causal or not is_by_channel:
+            return None
+        self.any = True
+        rows = call(self.graph, aten.permute.default, source, [0, 2, 1])
+        taps = call(self.graph, aten.reshape.default, weight, [groups, width])
+        out = call(self.graph, torch.ops.dta.short_convolution.default, rows, taps, None)
+        if bias is not None:
+            out = call(self.graph, aten.add.Tensor, out, bias)
+        return call(self.graph, aten.permute.default, out, [0, 2, 1])
 
     def _along(self, source: fx.Node, dim: int, *offsets: int) -> list[_Extended]:
         """Return a value of all tokens, which run along another dimension, for each offset."""
@@ -364,8 +384,7 @@ class _Shifts:
         product = node.args[0]
         self._require(product.target in LINEAR_LAYERS)
         *bias, matrix, weight = product.args
-        while matrix.target in RESHAPES | COPIES:
-            matrix = matrix.args[0]
+        matrix = behind(matrix, RESHAPES | COPIES)
         shape = sizes(matrix)
         self._require(self.back == 2 and len(shape) == 3 and sizes(node)[:2] == shape[:2] and not product.kwargs)
         self._require(not any(size.free_symbols for one in (*bias, weight) for size in sizes(one)))
@@ -400,9 +419,7 @@ class _Shifts:
         self._require(rest.begin <= count)
         length = self._size_of_call()
         positions = call(self.graph, aten.arange.default, length, device=self.root.meta["val"].device)
-        is_first = call(self.graph, aten.lt.Scalar, positions, count)
-        for _ in range(self.back - 1):
-            is_first = call(self.graph, aten.unsqueeze.default, is_first, -1)
+        is_first = raised(call(self.graph, aten.lt.Scalar, positions, count), self.back - 1, -1)
         return _Extended(call(self.graph, aten.where.self, is_first, first.node, rest.node), first.begin)
 
     def _size_of_call(self) -> fx.Node:

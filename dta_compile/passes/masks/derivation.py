@@ -21,7 +21,7 @@ from dta_compile.executable.layouts import Axis, Frame, Layout
 from dta_compile.executable.masks import MaskProgram, refusal
 from dta_compile.ops.chosen_keys import CHOSEN
 from dta_compile.ops.mixer import MIXERS
-from dta_compile.passes.graphs.operators import QUOTIENTS, SAME_ENTRIES, ZERO_OF_ZERO
+from dta_compile.passes.graphs.operators import QUOTIENTS, SAME_ENTRIES, ZERO_OF_ZERO, aten
 from dta_compile.passes.masks.elements import Elements
 from dta_compile.passes.masks.entries import leaf_of
 from dta_compile.passes.program import Program, ancestors, where
@@ -214,8 +214,6 @@ def _reads_numbers(term: Term, sizes: set[sympy.Symbol]) -> bool:
     scalars = any(isinstance(part, Entry) and not part.index for part in parts)
     return scalars or bool(free_symbols(expressions) - sizes)
 
-
-aten = torch.ops.aten
 
 PRODUCTS = (aten.mul.Tensor, aten.mm.default, aten.bmm.default, aten.mv.default)
 SUMS = (aten.add.Tensor, aten.sub.Tensor)

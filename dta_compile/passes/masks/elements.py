@@ -17,6 +17,7 @@ from torch import fx
 from dta_compile.ops.chosen_keys import CHOSEN, choosing_of
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.axes.shape_rules import order_of, reshape_groups
+from dta_compile.passes.graphs.nodes import behind
 from dta_compile.passes.graphs.operators import (
     COPIES,
     FILLS,
@@ -25,6 +26,7 @@ from dta_compile.passes.graphs.operators import (
     SQUEEZES,
     TRANSPOSITIONS,
     UNTAGGED_POINTWISE,
+    aten,
 )
 from dta_compile.passes.masks.entries import Entries, Indices
 from dta_compile.passes.program import Program
@@ -32,8 +34,6 @@ from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.cases import held_by
 from dta_compile.proofs.mask_class import LONGEST_ROW
 from dta_compile.proofs.terms import Term, Terms
-
-aten = torch.ops.aten
 
 ConstantOf = Callable[[Term, sympy.Expr], "float | None"]
 
@@ -114,9 +114,7 @@ class Elements(Entries):
     # Operators that move entries
 
     def _view(self, node: fx.Node, index: Indices) -> Term | None:
-        source = node.args[0]
-        while source.target in RESHAPES:
-            source = source.args[0]  # consecutive reshapes are one reshape
+        source = behind(node.args[0], RESHAPES)  # consecutive reshapes are one reshape
         before, after = sizes(source), sizes(node)
         source_index: dict[int, Term] = {}
         for group_in, group_out in reshape_groups(before, after):

@@ -14,11 +14,10 @@ import torch
 from torch import fx
 
 from dta_compile.passes.graphs.nodes import First, filled_with, is_pointwise
+from dta_compile.passes.graphs.operators import aten
 from dta_compile.passes.program import Program, ancestors, has_tensor
 from dta_compile.passes.symbols import expression, sizes, symbolic
 from dta_compile.proofs.terms import Const, Index, Leaf, Term, Terms
-
-aten = torch.ops.aten
 
 Indices = tuple[Term, ...]
 

@@ -23,11 +23,11 @@ from dta_compile.ops.distances import BY_DEPTH
 from dta_compile.ops.feature_tables import TABLE_ROWS
 from dta_compile.ops.library import is_random
 from dta_compile.ops.mixer import MIXERS, Mixer
-from dta_compile.passes.axes.layouts import mixer_calls, through_copies
+from dta_compile.passes.axes.layouts import mixer_calls
 from dta_compile.passes.axes.token_axis import LEARNED_PROMPT, own_mixer_calls
 from dta_compile.passes.contracts import ContractError, contract
-from dta_compile.passes.graphs.nodes import First, is_float, is_uniform
-from dta_compile.passes.graphs.operators import CASTS, RESHAPES
+from dta_compile.passes.graphs.nodes import First, is_float, is_uniform, repeated_from
+from dta_compile.passes.graphs.operators import CASTS, RESHAPES, aten
 from dta_compile.passes.masks.derivation import MaskPrograms, Silencers, forced_scores, padding_mask_of
 from dta_compile.passes.masks.entries import leaf_of
 from dta_compile.passes.program import Mixed, Program, ancestors, where
@@ -35,7 +35,6 @@ from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import MaskClass
 from dta_compile.proofs.terms import Terms
 
-aten = torch.ops.aten
 # Operators that choose experts for tokens, or tokens for experts; and operators that count the tokens of an expert.
 CHOICES = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.argmax.default, aten.max.dim)
 SORTS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
@@ -310,21 +309,7 @@ def _true_heads(program: Program, node: fx.Node) -> fx.Node:
     if node.target is aten._to_copy.default:  # autocast casts the result of repeat_kv
         source = _true_heads(program, node.args[0])
         return node if source is node.args[0] else _cast_like(program, source, node)
-    if node.target not in RESHAPES:
-        return node
-    inner = through_copies(node.args[0])
-    if inner.target is not aten.expand.default:
-        return node
-    raised = through_copies(inner.args[0])
-    if raised.target is not aten.unsqueeze.default or raised.args[1] not in (2, -3):
-        return node
-    source = through_copies(raised.args[0])
-    before, expanded, after = sizes(source), sizes(inner), sizes(node)
-    if len(before) != 4 or len(expanded) != 5 or len(after) != 4:
-        return node
-    same = (expanded[0], expanded[1], expanded[3], expanded[4]) == before
-    merged = after == (before[0], before[1] * expanded[2], before[2], before[3])
-    return source if same and merged else node
+    return node if len(sizes(node)) != 4 else repeated_from(node, 1) or node
 
 
 def _cast_like(program: Program, source: fx.Node, cast: fx.Node) -> fx.Node:

@@ -43,7 +43,8 @@ from dta_compile.passes.axes.layouts import is_tensor
 from dta_compile.passes.chunk.chunk_graph import chunk_device
 from dta_compile.passes.cuts.other_batches import programs_of
 from dta_compile.passes.cuts.row_epilogue import row_dim, row_layout
-from dta_compile.passes.graphs.operators import INDEX_ENTRIES, INDEX_EVERY_AXIS, INDEX_ONE_AXIS, SAME_ENTRIES
+from dta_compile.passes.graphs.nodes import behind
+from dta_compile.passes.graphs.operators import INDEX_ENTRIES, INDEX_EVERY_AXIS, INDEX_ONE_AXIS, SAME_ENTRIES, aten
 from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.program import ChunkInput as LoweredInput
 from dta_compile.passes.program import FrontierValue, Mixed, Program, ancestors, has_tensor, where
@@ -126,9 +127,7 @@ def _indexed_by(program: Program) -> dict[fx.Node, tuple[int, str, str]]:
             dim = node.args[1] if at == 2 else 0
             size, index = node.args[0].meta["val"].shape[dim], node.args[at]
             if isinstance(size, int) and size <= indexes.get(index, (size,))[0]:
-                source = index
-                while source.target in SAME_ENTRIES:
-                    source = source.args[0]
+                source = behind(index, SAME_ENTRIES)
                 indexes[index] = size, source.meta.get("source") or source.name, where(node)
     return indexes
 
@@ -211,8 +210,6 @@ def _regions(program: Program) -> dict[str, int]:
         "epilogue": len(operators) - len(dense) - len(program.region),
     }
 
-
-aten = torch.ops.aten
 
 # Position of the index among the arguments of operators that read entries by it, and refuse negative indices.
 POSITIONS_OF_INDEX = {aten.gather: 2, aten.index_select: 2, aten.embedding: 1}

@@ -147,6 +147,11 @@ def convolved_with_dilation(x, g):
     return x + y[..., :-2].transpose(1, 2)
 
 
+def convolved_by_channel(x, g):
+    y = F.conv1d(x.transpose(1, 2), kernel(g, WIDTH, 1, 3), g, padding=2, groups=WIDTH)[..., : x.shape[1]]
+    return x + F.conv1d(F.pad(y, (2, 0)), kernel(g, WIDTH, 1, 3), groups=WIDTH).transpose(1, 2)
+
+
 def in_windows(x, g):  # Inkling 2
     windows = F.pad(x.transpose(1, 2), (2, 0))[..., -(x.shape[1] + 2) :].unfold(-1, 3, 1).flip(-1).transpose(1, 2)
     return x + (windows * (x @ kernel(g, WIDTH, 3))[:, :, None]).sum(-1)
@@ -168,6 +173,7 @@ def after_a_layer_of_zero(x, g):
     [
         convolved,
         convolved_with_dilation,
+        convolved_by_channel,
         in_windows,
         of_taps,
         after_a_layer_of_zero,
@@ -198,6 +204,19 @@ def test_shifts_run_over_the_tree(shift):
 @pytest.mark.parametrize("shift", [added, gated_by_a_layer])
 def test_shifts_of_one_row(shift):
     check(Shifting(shift), shared_ids(1))
+
+
+@pytest.mark.parametrize("shift", [added, convolved_by_channel])
+def test_shifts_of_further_batches(shift):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = Shifting(shift)
+
+        def forward(self, ids, others):
+            return torch.cat([self.model(ids).flatten(), self.model(others).flatten()])
+
+    check(Both(), shared_ids(), shared_ids(3)[:, :-2])
 
 
 def test_a_shift_behind_the_last_attention_leaves_no_layer_dense(caplog):

@@ -20,14 +20,12 @@ import torch
 from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import SizeNodes, call
-from dta_compile.passes.graphs.operators import CASTS, COPIES, MASKED_FILLS, RESHAPES
+from dta_compile.passes.graphs.nodes import SizeNodes, call, constructed
+from dta_compile.passes.graphs.operators import CASTS, COPIES, MASKED_FILLS, RESHAPES, aten
 from dta_compile.passes.lowering.attention.factors import Mismatch, number_of
 from dta_compile.passes.symbols import expression, sizes
 from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
 from dta_compile.torch_compat.sizes import FloorDiv, Mod, PythonMod
-
-aten = torch.ops.aten
 
 SCATTERS = (aten.scatter.value, aten.scatter.src)
 MOST_COLUMNS = 16  # of a scatter into scores
@@ -153,9 +151,7 @@ class Blocks:
 
     def _force(self, node: fx.Node, condition: fx.Node, number: float) -> None:
         value, graph = node.meta["val"], node.graph
-        kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-        with value.fake_mode:
-            filler, otherwise = (call(graph, aten.full.default, [], one, **kwargs) for one in (number, math.nan))
+        filler, otherwise = (constructed(graph, aten.full.default, [], one, like=value) for one in (number, math.nan))
         self.forced = call(graph, aten.where.self, condition, filler, self.forced or otherwise)
 
 

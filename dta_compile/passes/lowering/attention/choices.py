@@ -16,15 +16,14 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import sympy
-import torch
 from torch import fx
 
 from dta_compile.ops.attention import Masking
 from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, CHOSEN, Choosing
 from dta_compile.ops.scoring import Scoring
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import call, descendants, erase_unused
-from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS
+from dta_compile.passes.graphs.nodes import behind, call, constructed, descendants, erase_unused
+from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS, aten
 from dta_compile.passes.lowering.attention.blocks import Blocks, Written, operand_of_blocks
 from dta_compile.passes.lowering.attention.factors import (
     MOVES,
@@ -42,8 +41,6 @@ from dta_compile.passes.lowering.attention.scores import Scores
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import expression, sizes
 from dta_compile.torch_compat.sizes import Min
-
-aten = torch.ops.aten
 
 TIES = (
     "numbers of each key alone: equal tokens have equal ones, between which topk decides by rounding and by the length"
@@ -93,9 +90,7 @@ def _scattered(arranger: Arranger, written: Written, choice: fx.Node | None) -> 
     graph, shape = arranger.graph, [arranger.sizes.build(size) for size in scores]
     if None in shape or len(shape) not in (3, 4):
         raise Mismatch(f"a mask of sizes {scores}")
-    kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-    with value.fake_mode:
-        base, filled = (call(graph, aten.full.default, shape, number, **kwargs) for number in written.numbers)
+    base, filled = (constructed(graph, aten.full.default, shape, number, like=value) for number in written.numbers)
     if choice is None:
         return filled
     chosen = call(graph, CHOSEN, choice, shape[-1])
@@ -108,9 +103,7 @@ def _scattered(arranger: Arranger, written: Written, choice: fx.Node | None) -> 
 
 def _are_of_keys(scores: fx.Node) -> bool:
     """Return whether scores are masked numbers of each key alone, the same for every query (Doge)."""
-    while scores.target in MASKED_FILLS:
-        scores = scores.args[0]
-    value = Arranged.of(scores)
+    value = Arranged.of(behind(scores, MASKED_FILLS))
     *_, queries, keys = map(leaves, value.dims)
     return not any(map(value.has, queries)) and all(map(value.has, keys))
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.axes.shape_rules import Labels, labelled_source, labels_in
-from dta_compile.passes.graphs.nodes import call, filled_with, is_float
+from dta_compile.passes.graphs.nodes import call, constructed, filled_with, is_float, raised
 from dta_compile.passes.graphs.operators import (
     CASTS,
     COPIES,
@@ -28,13 +28,12 @@ from dta_compile.passes.graphs.operators import (
     RANGES,
     RESHAPES,
     SUMS,
+    aten,
 )
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import expression, sizes
 from dta_compile.proofs.mask_class import FORBIDDEN
-
-aten = torch.ops.aten
 
 Slope: TypeAlias = float | fx.Node  # a node has the dimensions of the value, those of queries and keys with size 1
 Affine = tuple[sympy.Expr, sympy.Expr, sympy.Expr]  # a * q + b * k + c
@@ -122,9 +121,7 @@ class Distances:
     def _zero(self, like: fx.Node) -> fx.Node:
         """Return a zero of the rank of a value, on which it does not depend."""
         value = like.meta["val"]
-        kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-        with value.fake_mode:
-            return call(self.graph, aten.full.default, [1] * value.dim(), 0.0, **kwargs)
+        return constructed(self.graph, aten.full.default, [1] * value.dim(), 0.0, like=value)
 
     def _slope(self, node: fx.Node, labels: Labels) -> Slope | None:
         """Return the slope of a value `slope * k + f(q)`, 0.0 if it has no keys, None if it has another form."""
@@ -186,9 +183,9 @@ class Distances:
 
     def _raised(self, slope: Slope, node: fx.Node) -> Slope:
         """Prepend dimensions of size 1 up to the rank of a node that the value of `slope` is broadcast to."""
-        while isinstance(slope, fx.Node) and slope.meta["val"].dim() < node.meta["val"].dim():
-            slope = call(self.graph, aten.unsqueeze.default, slope, 0)
-        return slope
+        if not isinstance(slope, fx.Node):
+            return slope
+        return raised(slope, node.meta["val"].dim() - slope.meta["val"].dim())
 
     def _moved(self, node: fx.Node, slope: Slope, labels: Labels) -> Slope | None:
         """Return the slope of a node that moves entries of a value with this slope, or casts them."""
@@ -315,9 +312,7 @@ def labels_of(dims: Sequence[Any], query: Any, key: Any) -> Labels:
 
 def positions(graph: fx.Graph, length: fx.Node | int, like: torch.Tensor) -> fx.Node:
     """Insert token indices `[S]` with the dtype and device of `like`."""
-    kwargs = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
-    with like.fake_mode:  # type: ignore[attr-defined]
-        return call(graph, aten.arange.default, length, **kwargs)
+    return constructed(graph, aten.arange.default, length, like=like)
 
 
 def cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -29,10 +29,9 @@ from dta_compile.passes.graphs.operators import (
     RESHAPES,
     SQUEEZES,
     TRANSPOSITIONS,
+    aten,
 )
 from dta_compile.passes.symbols import sizes
-
-aten = torch.ops.aten
 
 MOVES = (
     KEEP_ORDER

@@ -21,13 +21,12 @@ from dta_compile.passes.graphs.operators import (
     RESHAPES,
     SQUEEZES,
     UNTAGGED_POINTWISE,
+    aten,
 )
 from dta_compile.passes.lowering.experts.slot_numbers import counts_from_zero
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import expression, sizes
 from dta_compile.torch_compat.sizes import FloorDiv
-
-aten = torch.ops.aten
 
 Operands = list[tuple[fx.Node, Labels]]
 TOTALS = (aten.sum.dim_IntList, aten.mean.dim)

@@ -17,12 +17,10 @@ from torch import fx
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.axes.shape_rules import Labels, labels_in
 from dta_compile.passes.graphs.nodes import call, filled_with, is_float
-from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, RESHAPES, SUMS
+from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, RESHAPES, SUMS, aten
 from dta_compile.passes.lowering.attention.distances import CLAMPS, Distances, Slope
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.symbols import expression, sizes
-
-aten = torch.ops.aten
 
 WRAPPING = (torch.uint8, torch.int8, torch.int16)  # integers that distances may exceed
 MOST = 2**16  # distances at which a function is looked at

@@ -35,6 +35,7 @@ from dta_compile.passes.graphs.operators import (
     PRODUCTS,
     QUOTIENTS,
     SUMS,
+    aten,
 )
 from dta_compile.passes.lowering.attention.distances import Distances
 from dta_compile.passes.lowering.attention.factors import MOVES, Arranger, Mismatch
@@ -46,8 +47,6 @@ from dta_compile.passes.lowering.attention.tables import Known, Tables
 from dta_compile.passes.lowering.attention.weight_sums import SPLITS, distribute_products
 from dta_compile.passes.program import has_tensor, where
 from dta_compile.passes.symbols import sizes
-
-aten = torch.ops.aten
 
 SCORE_PRODUCTS = MATRIX_PRODUCTS - {aten.addmm.default}
 LIKES = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)

@@ -23,8 +23,8 @@ from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_MIXER, BIAS, CALLS, SINKS, TABLE, TOKEN_SINKS, Masking
 from dta_compile.ops.scoring import Scoring
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import call, may_have_gradient
-from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, DROPOUTS, MASKED_FILLS
+from dta_compile.passes.graphs.nodes import call, constructed, may_have_gradient
+from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, DROPOUTS, MASKED_FILLS, aten
 from dta_compile.passes.lowering.attention.distances import Distances, cast, labels_of, positions
 from dta_compile.passes.lowering.attention.factors import (
     MOVES,
@@ -44,8 +44,6 @@ from dta_compile.passes.lowering.attention.tables import Known, Tables, by_depth
 from dta_compile.passes.program import ancestors, has_tensor, where
 from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
-
-aten = torch.ops.aten
 
 # Supported changes of softmax weights, if they set only weights to zero that are zero already.
 CHANGES = MASKED_FILLS | {aten.where.self, aten.mul.Tensor}
@@ -258,9 +256,8 @@ class Rewrite:
         heads, number = self.attention.heads, number_of(sinks.base)
         if number is not None:
             value, size = sinks.base.meta["val"], self.arranger.size(heads)
-            kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-            with value.fake_mode:
-                sinks = Arranged(self.call(aten.full.default, [size], number, **kwargs), [heads], [heads])
+            filled = constructed(self.arranger.graph, aten.full.default, [size], number, like=value)
+            sinks = Arranged(filled, [heads], [heads])
         return self._column(sinks, self.attention.token) if by_token else self.arranger.arrange(sinks, [heads])
 
     def _scaled_query(self) -> tuple[fx.Node, float]:

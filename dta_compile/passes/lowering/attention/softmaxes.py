@@ -16,17 +16,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import call
-from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, KEEP_ORDER, MASKED_FILLS
+from dta_compile.passes.graphs.nodes import behind, call
+from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, KEEP_ORDER, MASKED_FILLS, aten
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import sizes
-
-aten = torch.ops.aten
 
 
 def spell_softmaxes(graph: fx.Graph, are_scores: Callable[[fx.Node], bool]) -> None:
@@ -107,8 +104,7 @@ def _reduced_along(node: fx.Node, reduction: Any, total: Any = None) -> int | No
     if not isinstance(total, fx.Node) or not has_tensor(total) or node.kwargs:
         return None
     shape = sizes(total)
-    while total.target in KEEP_ORDER | DIFFERENTIABLE_COPIES:
-        total = total.args[0]
+    total = behind(total, KEEP_ORDER | DIFFERENTIABLE_COPIES)
     if total.target is not reduction or "dtype" in total.kwargs or len(total.args[1] or ()) != 1:
         return None
     reduced, dim = total.args[0], total.args[1][0] % len(sizes(value))

@@ -20,8 +20,8 @@ from torch import fx
 from dta_compile.ops.distances import BY_DEPTH, ENTRIES_BY_DISTANCE, HIDDEN_PAIRS
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.axes.shape_rules import Labels, labels_in
-from dta_compile.passes.graphs.nodes import call, filled_with, is_float
-from dta_compile.passes.graphs.operators import MASKED_FILLS, RANGES, RESHAPES, SUMS
+from dta_compile.passes.graphs.nodes import call, constructed, filled_with, is_float
+from dta_compile.passes.graphs.operators import MASKED_FILLS, RANGES, RESHAPES, SUMS, aten
 from dta_compile.passes.lowering.attention.distances import Affine, Distances, Slope, hides, positions
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.lowering.attention.pair_entries import Operands, cut_from, operands_of, over
@@ -29,8 +29,6 @@ from dta_compile.passes.program import ancestors, has_tensor, where
 from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
 from dta_compile.torch_compat.sizes import statically_known_true
-
-aten = torch.ops.aten
 
 Known = dict[tuple[fx.Node, Labels], fx.Node]
 
@@ -233,9 +231,7 @@ class Tables(Distances):
             for dim, (label, size) in enumerate(zip(labels, sizes(node), strict=True)):
                 is_known = label == "k" or size.is_number
                 shape[dim] = int(label == "k" or size) if is_known else call(self.graph, aten.sym_size.int, node, dim)
-            kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-            with value.fake_mode:
-                return call(self.graph, aten.full.default, shape, number, **kwargs)
+            return constructed(self.graph, aten.full.default, shape, number, like=value)
         if operands is None or node in self.tested:
             return self._entries(node, labels)
         return self._again(node, labels, {arg: self._of_key_0(arg, own) for arg, own in operands}, operands)

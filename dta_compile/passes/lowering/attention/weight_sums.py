@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import call, copy_stack_trace, is_item
-from dta_compile.passes.graphs.operators import CASTS, RESHAPES
+from dta_compile.passes.graphs.operators import CASTS, RESHAPES, aten
 from dta_compile.passes.lowering.attention.distances import cast
 from dta_compile.passes.lowering.attention.factors import (
     MOVES,
@@ -33,8 +32,6 @@ from dta_compile.passes.lowering.attention.factors import (
 )
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import sizes
-
-aten = torch.ops.aten
 
 SPLITS = (aten.split.Tensor, aten.unbind.int)
 

@@ -14,10 +14,8 @@ from torch import fx
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.axes.shape_rules import Labels, labelled_source, labels_in
 from dta_compile.passes.graphs.nodes import is_item
-from dta_compile.passes.graphs.operators import CASTS, RESHAPES
+from dta_compile.passes.graphs.operators import CASTS, RESHAPES, aten
 from dta_compile.passes.symbols import sizes
-
-aten = torch.ops.aten
 
 
 def at_most_one(condition: fx.Node, slots: Sequence[int]) -> bool:

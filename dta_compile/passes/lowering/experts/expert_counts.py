@@ -14,13 +14,12 @@ import torch
 from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import First, filled_with, is_item
-from dta_compile.passes.graphs.operators import CASTS, COPIES, EXCHANGES, FILLS, KEEP_ORDER, RANGES, RESHAPES
+from dta_compile.passes.graphs.nodes import First, behind, filled_with, is_item
+from dta_compile.passes.graphs.operators import CASTS, COPIES, EXCHANGES, FILLS, KEEP_ORDER, RANGES, RESHAPES, aten
 from dta_compile.passes.lowering.experts.distinct_places import is_distinct_along
 from dta_compile.passes.lowering.experts.slot_numbers import EXACT, counts_from_zero
 from dta_compile.passes.symbols import depends_on_data, expression, sizes
 
-aten = torch.ops.aten
 SORTS = (aten.sort.default, aten.sort.stable)
 # Operators that choose indices along a dimension, with the position of that argument.
 CHOICES = {aten.topk.default: 2, aten.sort.default: 1, aten.sort.stable: 2, aten.max.dim: 1, aten.min.dim: 1}
@@ -140,8 +139,7 @@ class Counts:
         rank = len(sizes(ones))
         if sorted(dim % rank for dim in dims) != list(range(rank - 1)) or argument(node, 2, "keepdim"):
             return None
-        while ones.target in CASTS | COPIES:
-            ones = ones.args[0]
+        ones = behind(ones, CASTS | COPIES)
         bins = sizes(ones)[-1]
         return int(bins) if bins.is_Integer and self._are_ones(ones, rank) else None
 
@@ -155,9 +153,9 @@ class Counts:
             return sizes(index)[-1] == 1 or is_distinct_along(index, at, at[-1])
         if node.target is aten.eq.Tensor:
             numbers, every = node.args
-            range_ = _strip(every)
+            range_ = behind(every, KEEP_ORDER | COPIES)
             is_every = range_.target in RANGES and counts_from_zero(range_) and sizes(every)[-1] == sizes(node)[-1]
-            return is_every and sizes(numbers)[-1] == 1 and self.are(_strip(numbers))
+            return is_every and sizes(numbers)[-1] == 1 and self.are(behind(numbers, KEEP_ORDER | COPIES))
         return False
 
     def ends(self, node: fx.Node) -> int | None:
@@ -193,8 +191,7 @@ class Counts:
         return self._known
 
     def _item(self, node: fx.Node) -> sympy.Expr | None:
-        while node.target in CASTS | COPIES:
-            node = node.args[0]
+        node = behind(node, CASTS | COPIES)
         if is_item(node) and node.args[0].target is aten.unbind.int:
             source, number = node.args[0].args[0], node.args[1]
         elif node.target is aten.select.int:
@@ -208,13 +205,6 @@ class Counts:
         return None
 
 
-def _strip(node: fx.Node) -> fx.Node:
-    while node.target in KEEP_ORDER | COPIES:
-        node = node.args[0]
-    return node
-
-
 def _is_filled(node: fx.Node, number: int) -> bool:
-    while node.target in ENTRIES | CASTS:
-        node = node.args[0]
+    node = behind(node, ENTRIES | CASTS)
     return node.target in FILLS and filled_with(node) == number

@@ -24,7 +24,7 @@ from dta_compile.ops.library import is_random
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens
 from dta_compile.passes.axes.token_rules import rule_for
-from dta_compile.passes.graphs.nodes import call, is_item, swaps
+from dta_compile.passes.graphs.nodes import call, is_item, raised, repeated, swaps
 from dta_compile.passes.graphs.operators import (
     ASSEMBLIES,
     FILLS,
@@ -33,11 +33,10 @@ from dta_compile.passes.graphs.operators import (
     SAME_ENTRIES,
     TAKE_A_SHAPE,
     TRANSPOSITIONS,
+    aten,
     is_tagged_pointwise,
 )
 from dta_compile.passes.symbols import depends_on_data, expression, sizes
-
-aten = torch.ops.aten
 
 # Operators (packets: all overloads) with finite values and derivatives for all finite arguments, none of them indices.
 FINITE = frozenset(
@@ -134,10 +133,7 @@ class RowOperators:
         missing = rank - len(sizes(node))
         if missing < 0 or rows.place + missing != place:
             raise Unproven(f"{reader.target}: the selected rows lie along another dimension", reader)
-        value = rows.value
-        for _ in range(missing):
-            value = call(self.graph, aten.unsqueeze.default, value, 0)
-        return value
+        return raised(rows.value, missing)
 
     def visit(self, node: fx.Node) -> None:
         """Compute a node over all rows, before the node itself.
@@ -312,10 +308,7 @@ class RowOperators:
         """Return `[N, 1, ...]` bool, the rows that are not selected, with that many dimensions of size 1."""
 
         def make() -> fx.Node:
-            value = call(self.graph, aten.logical_not.default, self._selected(by_token))
-            for _ in range(ones):
-                value = call(self.graph, aten.unsqueeze.default, value, -1)
-            return value
+            return raised(call(self.graph, aten.logical_not.default, self._selected(by_token)), ones, -1)
 
         return self._once(("outside", ones, by_token), make)
 
@@ -324,9 +317,7 @@ class RowOperators:
         assert self.selected is not None
         if not by_token:
             return self.selected
-        wide = call(self.graph, aten.unsqueeze.default, self.selected, 1)
-        wide = call(self.graph, aten.expand.default, wide, [-1, self.tokens])
-        return call(self.graph, aten.reshape.default, wide, [-1])
+        return repeated(self.selected, self.tokens)
 
     def _once(self, key: Any, make: Any) -> fx.Node:
         if key not in self._cached:

@@ -29,15 +29,25 @@ from torch import fx
 from dta_compile.errors import FinalRefusal
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
-from dta_compile.passes.graphs.nodes import First, SizeNodes, call, descendants, erase_unused, is_item, swaps
-from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, RESHAPES, SQUEEZES, TRANSPOSITIONS
+from dta_compile.passes.graphs.nodes import (
+    First,
+    SizeNodes,
+    call,
+    descendants,
+    erase_unused,
+    is_item,
+    raised,
+    regrouped,
+    repeated,
+    swaps,
+)
+from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, RESHAPES, SQUEEZES, TRANSPOSITIONS, aten
 from dta_compile.passes.lowering.experts.distinct_places import at_most_one
 from dta_compile.passes.lowering.experts.row_operators import RowOperators, Rows, Unproven
 from dta_compile.passes.program import ancestors, where
 from dta_compile.passes.symbols import sizes
 from dta_compile.torch_compat.sizes import free_unbacked_symbols
 
-aten = torch.ops.aten
 ENTRIES = (aten.index.Tensor, aten.index_select.default)
 EXITS = (aten.index_add.default, aten.index_put.default, aten.scatter_add.default)
 PARTS = (aten.unbind.int, aten.select.int)
@@ -244,14 +254,11 @@ class _Spreading:
 
     def _slots_first(self, value: fx.Node) -> fx.Node:
         """Reshape `[N, *slots, ...]` to `[N * k, ...]`."""
-        rest = [int(size) for size in value.meta["val"].shape[1 + len(self.slots) :]]
-        return call(self.graph, aten.reshape.default, value, [-1, *rest])
+        return regrouped(value, [-1], 1 + len(self.slots))
 
     def _of_slots(self, value: fx.Node) -> fx.Node:
         """Reshape `[N * k, ...]` to `[N, *slots, ...]`; rows that are tokens, to `[N, 1, ...]`."""
-        rest = [int(size) for size in value.meta["val"].shape[1:]]
-        slots = [1 if self.one_slot else int(sizes(self.mask)[dim]) for dim in self.slots]
-        return call(self.graph, aten.reshape.default, value, [-1, *slots, *rest])
+        return regrouped(value, [-1, *(1 if self.one_slot else int(sizes(self.mask)[dim]) for dim in self.slots)])
 
     # ---- The graph, node by node
 
@@ -355,10 +362,7 @@ class _Spreading:
         if slots:
             flat = self._at_selected_slot(flat) if self.one_slot else self._slots_first(flat)
         elif not self.one_slot:
-            rest = [int(size) for size in flat.meta["val"].shape[1:]]
-            flat = call(self.graph, aten.unsqueeze.default, flat, 1)
-            flat = call(self.graph, aten.expand.default, flat, [-1, self.number, *(-1 for _ in rest)])
-            flat = call(self.graph, aten.reshape.default, flat, [-1, *rest])
+            flat = repeated(flat, self.number)
         rows = self._moved(flat, 0, index.place)
         self.rows.enter(node, Rows(rows, index.place, is_masked=bool(slots) and self.one_slot))
 
@@ -413,18 +417,13 @@ class _Spreading:
     def _rows_first(self, value: fx.Node, index: _Index) -> fx.Node:
         """Return a value as `[N, *slots, ...]`: dimensions of tokens flattened, then those of slots, then the rest."""
         value = self._permuted(value, index.order(len(sizes(value))))
-        if len(index.tokens) == 1:
-            return value
-        rest = [int(size) for size in value.meta["val"].shape[len(index.tokens) :]]
-        return call(self.graph, aten.reshape.default, value, [-1, *rest])
+        return value if len(index.tokens) == 1 else regrouped(value, [-1], len(index.tokens))
 
     def _rows_back(self, flat: fx.Node, like: fx.Node, index: _Index) -> fx.Node:
         """Reverse `_rows_first` for a value with the sizes of `like`."""
         order = index.order(len(sizes(like)))
         if len(index.tokens) > 1:
-            tokens = [call(self.graph, aten.sym_size.int, index.mask, dim) for dim in index.tokens]
-            rest = [int(size) for size in flat.meta["val"].shape[1:]]
-            flat = call(self.graph, aten.reshape.default, flat, [*tokens, *rest])
+            flat = regrouped(flat, [call(self.graph, aten.sym_size.int, index.mask, dim) for dim in index.tokens])
         return self._permuted(flat, sorted(range(len(order)), key=order.__getitem__))
 
     def _permuted(self, value: fx.Node, order: Sequence[int]) -> fx.Node:
@@ -438,9 +437,7 @@ class _Spreading:
         return self._permuted(value, order)
 
     def _with_ones(self, value: fx.Node, like: fx.Node) -> fx.Node:
-        for _ in range(len(sizes(like)) - len(sizes(value))):
-            value = call(self.graph, aten.unsqueeze.default, value, -1)
-        return value
+        return raised(value, len(sizes(like)) - len(sizes(value)), -1)
 
 
 def _from(node: fx.Node) -> Iterable[fx.Node]:

@@ -14,10 +14,9 @@ from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import is_float
-from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, RESHAPES
+from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, RESHAPES, aten
 from dta_compile.passes.symbols import sizes
 
-aten = torch.ops.aten
 SLOT, TOKEN, INVERSE = "slot", "token", "inverse"
 
 EXACT = (torch.int64, torch.int32, torch.float64, torch.float32)  # hold the numbers of all slots
@@ -84,19 +83,3 @@ def repeated_for_slots(node: fx.Node, slots: int, count: sympy.Expr) -> Iterator
                         pending += user.users
                     elif user.target in RESHAPES and sizes(user) == (count,):
                         yield user
-
-
-def repeated_from(value: fx.Node, slots: int) -> fx.Node | None:
-    """Return the value `[N, ...]` that `[N * k, ...]` repeats k times per row; None: it repeats none."""
-    if value.target not in RESHAPES:
-        return None
-    expanded = value.args[0]
-    while expanded.target in COPIES:
-        expanded = expanded.args[0]
-    if expanded.target is not aten.expand.default or len(sizes(expanded)) < 2 or sizes(expanded)[1] != slots:
-        return None
-    raised = expanded.args[0]
-    if raised.target is not aten.unsqueeze.default or raised.args[1] != 1 or sizes(expanded)[2:] != sizes(value)[1:]:
-        return None
-    source = raised.args[0]
-    return source if sizes(source)[1:] == sizes(value)[1:] else None

@@ -30,8 +30,17 @@ from torch import fx
 
 from dta_compile.ops.experts.operators import EXPERT_LINEAR
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import First, call, erase_unused, is_float, is_item
-from dta_compile.passes.graphs.operators import COPIES, RANGES, RESHAPES
+from dta_compile.passes.graphs.nodes import (
+    First,
+    call,
+    erase_unused,
+    is_float,
+    is_item,
+    regrouped,
+    repeated,
+    repeated_from,
+)
+from dta_compile.passes.graphs.operators import COPIES, RANGES, RESHAPES, aten
 from dta_compile.passes.lowering.experts.expert_counts import SORTS, Counts, is_exact_cast
 from dta_compile.passes.lowering.experts.row_operators import RowOperators, Rows, Unproven
 from dta_compile.passes.lowering.experts.selected_rows import ANY_ORDER
@@ -44,12 +53,10 @@ from dta_compile.passes.lowering.experts.slot_numbers import (
     descends,
     is_another_form,
     repeated_for_slots,
-    repeated_from,
 )
 from dta_compile.passes.symbols import depends_on_data, sizes, symbolic
 from dta_compile.torch_compat.sizes import GuardOnDataDependentSymNode
 
-aten = torch.ops.aten
 GROUPED = (aten._grouped_mm.default,)
 ENTRIES = (aten.index.Tensor, aten.index_select.default, aten.gather.default)
 SUMS = (aten.index_add.default, aten.scatter_add.default)
@@ -248,17 +255,11 @@ class _Unsorting:
 
     def _of_each_slot(self, value: fx.Node) -> fx.Node:
         """Repeat the rows of `[N, ...]` to `[N * k, ...]`."""
-        if self.slots == 1:
-            return value
-        rest = [int(size) for size in value.meta["val"].shape[1:]]
-        value = call(self.graph, aten.unsqueeze.default, value, 1)
-        value = call(self.graph, aten.expand.default, value, [-1, self.slots, *(-1 for _ in rest)])
-        return call(self.graph, aten.reshape.default, value, [-1, *rest])
+        return value if self.slots == 1 else repeated(value, self.slots)
 
     def _by_token(self, value: fx.Node) -> fx.Node:
         """Reshape `[N * k, ...]` to `[N, k, ...]`."""
-        rest = [int(size) for size in value.meta["val"].shape[1:]]
-        return call(self.graph, aten.reshape.default, value, [-1, self.slots, *rest])
+        return regrouped(value, [-1, self.slots])
 
     def _add(self, node: fx.Node, index: Numbers, value: fx.Node) -> None:
         if index.group is not None:
@@ -328,7 +329,7 @@ class _Unsorting:
             raise Unproven(f"{node.target}: its groups are not known to be those of experts", node)
         numbers = call(self.graph, aten._to_copy.default, self.numbers, dtype=torch.int64)
         value = self.rows.of(rows).value
-        if (source := repeated_from(value, self.slots)) is not None:  # one row serves all slots of its token
+        if (source := repeated_from(value, 0, self.slots)) is not None:  # one row serves all slots of its token
             new = call(self.graph, EXPERT_LINEAR, source, self._by_token(numbers), weight, True)
             new = call(self.graph, aten.reshape.default, new, [-1, int(sizes(weight)[2])])
         else:
@@ -407,7 +408,7 @@ class _Unsorting:
         tokens, slots = self._condition(group)
         if of == TOKEN or self.slots == 1:
             return call(self.graph, aten.index.Tensor, value, [tokens])
-        source = repeated_from(value, self.slots)
+        source = repeated_from(value, 0, self.slots)
         if source is not None:
             return call(self.graph, aten.index.Tensor, source, [tokens])
         return call(self.graph, aten.index.Tensor, self._by_token(value), [tokens, slots])
@@ -455,7 +456,7 @@ class _Unsorting:
             written = self.graph.call_function(aten.index_put.default, (joined, list(self._condition(number)), part))
             written.meta = {**node.meta, "val": joined.meta["val"]}
             joined = written
-        flat = call(self.graph, aten.reshape.default, joined, [-1, *rest])
+        flat = regrouped(joined, [-1], 2)
         flat.meta = {**node.meta, "val": flat.meta["val"]}
         self.changed = True
         node.meta["val"] = flat.meta["val"]  # with the symbol for the number of all slots

@@ -116,8 +116,8 @@ def dta(
         record.log_once(f"{DENSE_LAYER}: {executable.dense_layer}", logging.WARNING)
     record.engines.append(engine)
     run: Compiled = records.recorded(engine)
-    if graph.encoded:
-        run = graph.encoded.calling(run, engine.note, parsed.memory_budget)
+    for tables in (graph.given, graph.encoded):
+        run = tables.calling(run, engine.note, parsed.memory_budget) if tables else run
     for cut in (graph.local, graph.written):
         run = cut.calling(run) if cut else run
     return keeping(run, reads_all=False)
@@ -152,7 +152,7 @@ def _compiled(graph: Captured, options: Options) -> tuple[Executable, fx.GraphMo
     try:
         with _autograd_of_our_own():
             captured = graph.module
-            for cut in (graph.written, graph.local, graph.encoded):
+            for cut in (graph.written, graph.local, graph.encoded, graph.given):
                 captured = cut.module if cut else captured
             refuse_final_states(captured)
             module = with_our_convolutions(with_our_attention(without_flex_attention(captured)))

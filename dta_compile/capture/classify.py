@@ -12,6 +12,7 @@ import dataclasses
 import enum
 from collections.abc import Iterator
 
+import sympy
 import torch
 from torch import fx
 
@@ -20,14 +21,15 @@ from dta_compile.capture.encoded_media import EncodedMedia, without_encoders
 from dta_compile.capture.encoder_calls import encode
 from dta_compile.capture.encoder_cut import EncoderCalls, over_all_tokens, without_encoder_calls
 from dta_compile.capture.flash_attention import IN_GRAPH
+from dta_compile.capture.given_embeddings import GivenEmbeddings, with_given_embeddings
 from dta_compile.capture.parameter_writes import ParameterWrites, without_parameter_writes
 from dta_compile.capture.recurrences import hands_over_states
 from dta_compile.capture.tensor_parallel import LocalGraph, on_own_tensors
-from dta_compile.capture.written_out import trains_parameters, written_out_attention
+from dta_compile.capture.written_out import SOFTMAX, trains_parameters, written_out_attention
 from dta_compile.errors import RefusalError
 from dta_compile.ops.mixer import MIXERS, Mixer, Operand
-from dta_compile.passes.program import output_node
-from dta_compile.passes.symbols import depends_on_data, expression, selects_rows
+from dta_compile.passes.program import name_of, output_node
+from dta_compile.passes.symbols import depends_on_data, expression, free_symbols, selects_rows
 
 GENERATION = (
     "a call without gradients reads or fills a KV cache, as generation does: such calls run as captured "
@@ -63,6 +65,7 @@ class Captured:
         written: the graph without writes to parameters that run before it.
         local: this rank's graph (of `written`, if there is one), if parameters are DTensors (tensor parallelism).
         encoded: the graph (of `local` or `written`, if there is one) without the encoders of images and other media.
+        given: the graph (of `encoded`, ..., if there is one) that reads given embeddings with a gradient from tables.
         note: a line to log for a graph that runs as captured.
         refusal: the error of a refused graph; with written-out attention, the error to raise if the passes find none.
     """
@@ -76,6 +79,7 @@ class Captured:
     written: ParameterWrites | None = None
     local: LocalGraph | None = None
     encoded: EncodedMedia | EncoderCalls | None = None
+    given: GivenEmbeddings | None = None
     note: str | None = None
     refusal: RefusalError | None = None
 
@@ -120,7 +124,9 @@ def _for_the_tree(graph: Captured) -> Captured:
     except RefusalError as refusal:
         return dataclasses.replace(graph, kind=Kind.REFUSED, refusal=refusal)
     dynamo.unify_equal_sizes(encoded.module.graph if encoded else graph.module.graph)
-    return dataclasses.replace(graph, written=written, local=local, encoded=encoded)
+    module = encoded.module if encoded else module
+    given = with_given_embeddings(module, *_mixing(module)) if graph.training else None
+    return dataclasses.replace(graph, written=written, local=local, encoded=encoded, given=given)
 
 
 def _selects_in_vain(graph: Captured) -> bool:
@@ -150,6 +156,26 @@ def captured_mixer_calls(module: fx.GraphModule) -> Iterator[tuple[Mixer, fx.Nod
             for node in part.graph.nodes:
                 if node.op == "call_function" and node.target in known:
                     yield known[node.target], node
+
+
+def _mixing(module: fx.GraphModule) -> tuple[list[fx.Node], set[sympy.Symbol]]:
+    """Return the nodes of a graph that mix tokens, or have a graph inside that does, and the symbols of their sizes."""
+    calls = {call for _, call in captured_mixer_calls(module)}
+    if not calls:  # attention is written out
+        nodes = (node for part in module.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes)
+        calls = {node for node in nodes if name_of(node) in SOFTMAX}
+    bodies = {call.graph.owning_module for call in calls}
+    values = [node.meta.get("example_value") for call in calls for node in (call, *call.all_input_nodes)]
+    counting = free_symbols(
+        expression(size) for value in values if isinstance(value, torch.Tensor) for size in value.shape
+    )
+    named = dict(module.named_modules())
+    around = {name for name, body in named.items() if not bodies.isdisjoint(body.modules())}
+    return [
+        node
+        for node in module.graph.nodes
+        if node in calls or any(arg.op == "get_attr" and arg.target in around for arg in node.all_input_nodes)
+    ], counting
 
 
 def _generates(module: fx.GraphModule) -> bool:

@@ -342,23 +342,12 @@ class Cut:
         graph.output(graph.graph_copy(self.module.graph, copies))
         module = fx.GraphModule(self.module, graph)
         module.meta = self.module.meta
-        tables = {node: self._table(graph, node, i) for i, node in enumerate(self.features)}
+        tables = {node: _table(graph, node, i) for i, node in enumerate(self.features)}
         for insertion in self.insertions:
             self._read_table(graph, insertion, copies, *tables[insertion.features])
         eliminate_dead_code(graph)
         module.recompile()
         return module, copies
-
-    def _table(self, graph: fx.Graph, features: fx.Node, number: int) -> tuple[fx.Node, fx.Node]:
-        value = features.meta["example_value"]
-        last = list(graph.find_nodes(op="placeholder"))[-1]
-        with value.fake_mode, graph.inserting_before(last.next):
-            table, rows = (graph.placeholder(f"{name}_{number}") for name in ("features", "rows_of_features"))
-            # A parameter, also of a frozen encoder: else its rows would be copied out for every token of the batch.
-            made = torch.empty((TRACED_ROWS, int(value.shape[-1])), dtype=value.dtype, device=value.device)
-            table.meta["example_value"] = torch.nn.Parameter(made, requires_grad=value.requires_grad)
-            rows.meta["example_value"] = torch.empty((TRACED_ROWS,), dtype=torch.int64, device=value.device)
-        return table, rows
 
     def _read_table(
         self,
@@ -407,6 +396,27 @@ class Cut:
             got=f"a mask of shape {list(value.shape)}",
             hint="make the mask from the ids of the placeholder tokens",
         )
+
+
+def _table(graph: fx.Graph, features: fx.Node, number: int) -> tuple[fx.Node, fx.Node]:
+    value = features.meta["example_value"]
+    with value.fake_mode:
+        rows = torch.empty((TRACED_ROWS,), dtype=torch.int64, device=value.device)
+    return table_inputs(graph, value, int(value.shape[-1]), rows, str(number))
+
+
+def table_inputs(
+    graph: fx.Graph, features: torch.Tensor, width: int, rows: torch.Tensor, name: str
+) -> tuple[fx.Node, fx.Node]:
+    """Add inputs for a table of vectors, and for the numbers of its rows that are read; `rows` are as traced."""
+    last = list(graph.find_nodes(op="placeholder"))[-1]
+    with features.fake_mode, graph.inserting_before(last.next):  # type: ignore[attr-defined]
+        table, numbers = (graph.placeholder(f"{kind}_{name}") for kind in ("features", "rows_of_features"))
+        # A parameter, also of a frozen encoder: else its rows would be copied out for every token of the batch.
+        made = torch.empty((TRACED_ROWS, width), dtype=features.dtype, device=features.device)
+        table.meta["example_value"] = torch.nn.Parameter(made, requires_grad=features.requires_grad)
+        numbers.meta["example_value"] = rows
+    return table, numbers
 
 
 def unknown_use(node: fx.Node) -> RefusalError:

@@ -28,6 +28,7 @@ from dta_compile.capture.encoded_media import table_inputs
 from dta_compile.capture.flex_attention import eliminate_dead_code
 from dta_compile.passes.program import ancestors
 from dta_compile.passes.symbols import expression
+from dta_compile.runtime.given_embeddings import table_of
 
 UNSHARED = (
     "embeddings with a gradient are given, which each row has of its own, and tokens that rows share have one: so "
@@ -53,18 +54,13 @@ class GivenEmbeddings:
         """Wrap a callable of the graph as one over the inputs of the captured graph; arguments as of `EncodedMedia`."""
 
         def run_given(*args: Any) -> Sequence[Any]:
-            results = run(*args, *(value for i, counted in self.inputs for value in _table(args[i], counted)))
-            note(UNSHARED, 0.0, 1)
+            tables = [table_of(args[i], counted) for i, counted in self.inputs]
+            results = run(*args, *(value for table, rows, _ in tables for value in (table, rows)))
+            if not all(is_shared for _, _, is_shared in tables):
+                note(UNSHARED, 0.0, 1)
             return results
 
         return run_given
-
-
-def _table(embeddings: torch.Tensor, counted: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return embeddings as a table `[N, D]`, and the row of each."""
-    leading = embeddings.shape[:counted]
-    table = embeddings.reshape(math.prod(leading), -1)
-    return table, torch.arange(len(table), device=table.device).view(leading)
 
 
 def with_given_embeddings(

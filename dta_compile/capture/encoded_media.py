@@ -48,7 +48,7 @@ SUMS = ("add", "add_", "iadd", "__add__", "__iadd__")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Insertion:
+class Insertion:
     """Node that puts features at the tokens of a mask.
 
     Attributes:
@@ -201,7 +201,7 @@ def without_encoders(module: fx.GraphModule) -> EncodedMedia | None:
     return Cut(module, insertions).run() if insertions else None
 
 
-def insertions_of(graph: fx.Graph, ids: Set[fx.Node] = frozenset()) -> Iterator[_Insertion]:
+def insertions_of(graph: fx.Graph, ids: Set[fx.Node] = frozenset()) -> Iterator[Insertion]:
     """Yield the nodes that put features at placeholder tokens which are not computed from the media.
 
     Args:
@@ -223,7 +223,7 @@ def insertions_of(graph: fx.Graph, ids: Set[fx.Node] = frozenset()) -> Iterator[
             of_features, of_mask = now(features) - ids, now(mask)
             is_of_media = of_features and of_mask and of_features.isdisjoint(of_mask)
             if is_of_media and _has_width_of(features, node.args[0]):
-                yield _Insertion(node, features, mask, of_features)
+                yield Insertion(node, features, mask, of_features)
         for part in writes.get(node, ()):
             written[part] = written.get(part, frozenset()) | media[node]
 
@@ -267,7 +267,7 @@ def _mask_of_index(index: Any) -> fx.Node | None:
 class Cut:
     """The two graphs of an `EncodedMedia`."""
 
-    def __init__(self, module: fx.GraphModule, insertions: Sequence[_Insertion]) -> None:
+    def __init__(self, module: fx.GraphModule, insertions: Sequence[Insertion]) -> None:
         self.module, self.insertions = module, insertions
         self.reads: dict[fx.Node, list[fx.Node]] = {}  # by feature tensor, its insertions in order
         for insertion in insertions:
@@ -352,7 +352,7 @@ class Cut:
     def _read_table(
         self,
         graph: fx.Graph,
-        insertion: _Insertion,
+        insertion: Insertion,
         copies: Mapping[fx.Node, fx.Node],
         table: fx.Node,
         rows: fx.Node,
@@ -382,7 +382,7 @@ class Cut:
         for added in (index, features):
             added.meta.setdefault("stack_trace", insertion.node.meta.get("stack_trace"))
 
-    def _tokens(self, graph: fx.Graph, insertion: _Insertion, mask: fx.Node) -> fx.Node:
+    def _tokens(self, graph: fx.Graph, insertion: Insertion, mask: fx.Node) -> fx.Node:
         """Return the mask `[B, S]` of a mask over entries `[B, S, D]` that is the same for all entries of a token."""
         value = insertion.mask.meta["example_value"]
         if value.dim() == insertion.node.meta["example_value"].dim() and (

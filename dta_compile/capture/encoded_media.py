@@ -36,7 +36,7 @@ from dta_compile.integrations.layer_groups import gather_all
 from dta_compile.ops.feature_tables import TABLE_ROWS
 from dta_compile.passes.program import memory, name_of, output_node, where, with_writes, writes_of
 from dta_compile.passes.symbols import expression, hint, symbol_sources, symbolic
-from dta_compile.runtime.encoders import Features, Kept, encode_distinct, least
+from dta_compile.runtime.encoders.distinct import Features, Kept, encode_distinct, least
 from dta_compile.runtime.measure.budget import default_budget
 
 # Rows of a table in the trace. Nothing in the remaining graph depends on the number: gradients of an embedding are

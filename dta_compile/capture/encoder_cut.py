@@ -22,9 +22,9 @@ from dta_compile.errors import RuntimeContractError
 from dta_compile.integrations.layer_groups import gather_to_encode
 from dta_compile.ops.feature_tables import TABLE_ROWS
 from dta_compile.passes.program import ancestors, memory, name_of, output_node, writes_of
-from dta_compile.runtime.encoder_methods import Encoder, encoder_of
-from dta_compile.runtime.encoder_modules import EncoderModule
-from dta_compile.runtime.encoders import as_table
+from dta_compile.runtime.encoders.distinct import as_table
+from dta_compile.runtime.encoders.encoder import Encoder, encoder_of
+from dta_compile.runtime.encoders.modules import EncoderModule
 
 # Calls between an encoder and the use of its features that treat each feature by itself.
 ROW_WISE = {"to", "type", "type_as", "contiguous", "float", "double", "half", "bfloat16", "detach", "clone"}
@@ -38,8 +38,9 @@ class EncoderCalls:
 
     Attributes:
         module: the remaining graph; its inputs are those of the captured graph, then a table and its rows for each
-            of the feature tensors that it reads, then positions, and masks of tokens that are found by their embeddings.
-        before: the graph of feature tensors, positions and masks, over the `inputs` of the captured graph with these numbers.
+            of the feature tensors that it reads, then positions, and masks of tokens found by their embeddings.
+        before: the graph of feature tensors, positions and masks, over the `inputs` of the captured graph with these
+            numbers.
         calls: by feature tensor, the node in `before` of the encoder that made it.
         read: how many feature tensors the remaining graph reads.
         returned: by number of an output of the captured graph that is a feature tensor, which one, and its shape.

@@ -28,7 +28,7 @@ from dta_compile.capture.encoded_media import table_inputs
 from dta_compile.capture.flex_attention import eliminate_dead_code
 from dta_compile.passes.program import ancestors
 from dta_compile.passes.symbols import expression
-from dta_compile.runtime.given_embeddings import table_of
+from dta_compile.runtime.encoders.given_embeddings import table_of
 
 UNSHARED = (
     "embeddings with a gradient are given, which each row has of its own, and tokens that rows share have one: so "
@@ -109,7 +109,9 @@ def _is_given(node: fx.Node, counting: Set[sympy.Symbol]) -> bool:
     value, grapharg = node.meta.get("example_value"), node.meta.get("grapharg")
     if not isinstance(value, torch.Tensor) or grapharg is None or isinstance(grapharg.example, torch.nn.Parameter):
         return False
-    return value.requires_grad and value.is_floating_point() and any(_counts(size, counting) for size in value.shape[:2])
+    return (
+        value.requires_grad and value.is_floating_point() and any(_counts(size, counting) for size in value.shape[:2])
+    )
 
 
 def _counts(size: int | torch.SymInt, counting: Set[sympy.Symbol]) -> bool:

@@ -126,6 +126,8 @@ def _for_the_tree(graph: Captured) -> Captured:
     dynamo.unify_equal_sizes(encoded.module.graph if encoded else graph.module.graph)
     module = encoded.module if encoded else module
     given = with_given_embeddings(module, *_mixing(module)) if graph.training else None
+    if given and not graph.own_symbols:
+        dynamo.trace_again_without_duck_shapes(already=False)  # it may be a weight that is as wide as the batch is long
     return dataclasses.replace(graph, written=written, local=local, encoded=encoded, given=given)
 
 

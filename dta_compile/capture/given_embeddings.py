@@ -49,15 +49,18 @@ class GivenEmbeddings:
     inputs: Sequence[tuple[int, int]]
 
     def calling(
-        self, run: Callable[..., Sequence[Any]], note: Callable[[str, float, int], None], budget: int | None
+        self, run: Callable[..., Sequence[Any]], note_unshared: Callable[[], None]
     ) -> Callable[..., Sequence[Any]]:
-        """Wrap a callable of the graph as one over the inputs of the captured graph; arguments as of `EncodedMedia`."""
+        """Wrap a callable of the graph as one over the inputs of the captured graph.
+
+        `note_unshared` is called after calls in which rows share nothing from given embeddings on.
+        """
 
         def run_given(*args: Any) -> Sequence[Any]:
             tables = [table_of(args[i], counted) for i, counted in self.inputs]
             results = run(*args, *(value for table, rows, _ in tables for value in (table, rows)))
             if not all(is_shared for _, _, is_shared in tables):
-                note(UNSHARED, 0.0, 1)
+                note_unshared()
             return results
 
         return run_given

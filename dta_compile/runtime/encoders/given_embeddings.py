@@ -53,7 +53,10 @@ def _source(given: torch.Tensor, leading: Sequence[int]) -> torch.Tensor | None:
     embedding, expand = _copying_nodes()
     node: Any = given.grad_fn
     if type(node) is embedding:
-        indices: torch.Tensor = node._saved_indices
+        try:
+            indices: torch.Tensor = node._saved_indices
+        except RuntimeError:  # they were written to, or a backward pass has freed them
+            return None
         return indices if indices.shape == leading else None
     if type(node) is not expand:
         return None

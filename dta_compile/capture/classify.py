@@ -160,24 +160,30 @@ def captured_mixer_calls(module: fx.GraphModule) -> Iterator[tuple[Mixer, fx.Nod
                     yield known[node.target], node
 
 
-def _mixing(module: fx.GraphModule) -> tuple[list[fx.Node], set[sympy.Symbol]]:
-    """Return the nodes of a graph that mix tokens, or have a graph inside that does, and the symbols of their sizes."""
+def _mixing(module: fx.GraphModule) -> tuple[list[fx.Node], set[sympy.Symbol], set[sympy.Expr]]:
+    """Return the nodes of a graph that mix tokens, or have a graph inside that does.
+
+    Next come the symbols of their sizes, and the first sizes, which count rows.
+    """
     calls = {call for _, call in captured_mixer_calls(module)}
     if not calls:  # attention is written out
         nodes = (node for part in module.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes)
         calls = {node for node in nodes if name_of(node) in SOFTMAX}
     bodies = {call.graph.owning_module for call in calls}
-    values = [node.meta.get("example_value") for call in calls for node in (call, *call.all_input_nodes)]
-    counting = free_symbols(
-        expression(size) for value in values if isinstance(value, torch.Tensor) for size in value.shape
-    )
+    values = (node.meta.get("example_value") for call in calls for node in (call, *call.all_input_nodes))
+    shapes = [[*map(expression, value.shape)] for value in values if isinstance(value, torch.Tensor) and value.dim()]
+    counting, of_rows = free_symbols(size for shape in shapes for size in shape), {shape[0] for shape in shapes}
     named = dict(module.named_modules())
     around = {name for name, body in named.items() if not bodies.isdisjoint(body.modules())}
-    return [
-        node
-        for node in module.graph.nodes
-        if node in calls or any(arg.op == "get_attr" and arg.target in around for arg in node.all_input_nodes)
-    ], counting
+    return (
+        [
+            node
+            for node in module.graph.nodes
+            if node in calls or any(arg.op == "get_attr" and arg.target in around for arg in node.all_input_nodes)
+        ],
+        counting,
+        of_rows,
+    )
 
 
 def _generates(module: fx.GraphModule) -> bool:

@@ -218,7 +218,7 @@ def _of_selected(write: fx.Node, joined: fx.Node, mask: fx.Node | None) -> fx.No
 
 def _masks_of_floats(insertions: Sequence[Insertion]) -> list[fx.Node]:
     """Return the masks of tokens that are found by comparing embeddings (`inputs_embeds == embed(image)`), not ids."""
-    masks = {}
+    masks: dict[fx.Node, None] = {}
     for insertion in insertions:
         reached = ancestors([insertion.mask])
         of_tokens = [node for node in insertion.node.graph.nodes if node in reached and _is_of_booleans(node)]

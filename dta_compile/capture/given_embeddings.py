@@ -42,11 +42,12 @@ class GivenEmbeddings:
 
     Attributes:
         module: the graph; its inputs are those of the captured graph, then a table and its rows for each.
-        inputs: numbers of the given embeddings among the inputs, and by how many dimensions they are counted.
+        inputs: numbers of the given embeddings among the inputs, by how many dimensions they are counted, and whether
+            the first one counts rows.
     """
 
     module: fx.GraphModule
-    inputs: Sequence[tuple[int, int]]
+    inputs: Sequence[tuple[int, int, bool]]
 
     def calling(
         self, run: Callable[..., Sequence[Any]], note_unshared: Callable[[], None]
@@ -57,9 +58,11 @@ class GivenEmbeddings:
         """
 
         def run_given(*args: Any) -> Sequence[Any]:
-            tables = [table_of(args[i], counted) for i, counted in self.inputs]
+            tables = [table_of(args[i], counted) for i, counted, _ in self.inputs]
+            given = {i: args[i].data for i, _, _ in self.inputs}  # of which nothing is read: no reference to the tensor
+            args = tuple(given.get(i, value) for i, value in enumerate(args))
             results = run(*args, *(value for table, rows, _ in tables for value in (table, rows)))
-            if not all(is_shared for _, _, is_shared in tables):
+            if any(of_rows and not shared for (_, _, of_rows), (*_, shared) in zip(self.inputs, tables, strict=True)):
                 note_unshared()
             return results
 
@@ -67,13 +70,14 @@ class GivenEmbeddings:
 
 
 def with_given_embeddings(
-    module: fx.GraphModule, mixing: Collection[fx.Node], counting: Set[sympy.Symbol]
+    module: fx.GraphModule, mixing: Collection[fx.Node], counting: Set[sympy.Symbol], of_rows: Set[sympy.Expr]
 ) -> GivenEmbeddings | None:
     """Read the embeddings that attention depends on, and that are given with a gradient, from tables.
 
     Args:
         mixing: nodes of the graph that mix tokens.
         counting: symbols of sizes that count rows or tokens.
+        of_rows: sizes that count rows.
 
     Returns:
         None if there are none, and after a graph break, which is refused.
@@ -101,7 +105,7 @@ def with_given_embeddings(
             read = graph.call_method("unflatten", (vectors, -1, features) if features else (vectors, -1, (1,)))
             read = read if features else graph.call_method("squeeze", (vectors, -1))
         copies[node].replace_all_uses_with(read)
-        inputs.append((i, counted))
+        inputs.append((i, counted, expression(value.shape[0]) in of_rows))
     eliminate_dead_code(graph)
     result.recompile()
     return GivenEmbeddings(result, inputs)

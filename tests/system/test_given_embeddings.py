@@ -110,7 +110,9 @@ def test_copies_of_the_same_vectors_share(make):
     compiled = torch.compile(model, backend="dta", options={"chunk_size": 3})
     assert_same(step(model, compiled, make), step(model, model, make))
     prompt = make(model)[0][2] if len(make(model)[0]) > 1 else ()
-    assert dta_compile.last_plan(compiled).prefix_tree.num_rows == TREE + (prompt.shape[-2] if len(prompt) else 0)
+    plan = dta_compile.last_plan(compiled)
+    assert plan.prefix_tree.num_rows == TREE + (prompt.shape[-2] if len(prompt) else 0)
+    assert not plan.estimates.notes
 
 
 def test_gradients_that_may_be_read_by_row_after_all_are_refused():
@@ -129,7 +131,14 @@ def test_gradients_that_may_be_read_by_row_after_all_are_refused():
     loss, x = forward()
     with pytest.raises(RuntimeContractError, match=r"autograd\.grad"):
         torch.autograd.grad(loss, [x, model.embedding.weight])
-    assert torch.autograd.grad(forward()[0], model.head.weight)[0].any()  # which is not behind the embeddings
+    edge = torch.autograd.graph.get_gradient_edge(x)
+    loss = weighted(compiled(x))
+    del x
+    with pytest.raises(RuntimeContractError, match=r"autograd\.grad"):
+        torch.autograd.grad(loss, [edge])
+    del edge
+    wanted = [model.head.weight, model.embedding.weight]
+    assert_same(*(torch.autograd.grad(weighted(f(model.embedding(IDS))), wanted) for f in (compiled, model)))
 
 
 class GivenBare(BareLM):

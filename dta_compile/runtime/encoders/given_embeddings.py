@@ -5,15 +5,16 @@ single gradients only if nothing but sums of them are read. So given embeddings 
 for a tensor that an embedding or an expansion made: their derivative sums over all vectors that were copied from one
 vector of the source, and the gradient of the first copy may be the sum, and that of the others zero. Whoever reads the
 gradient of the *copies* would notice. So they are told apart if the tensor retains its gradient, or has a hook; and a
-backward pass raises an error if it got one since, or if it computes gradients of chosen tensors (`autograd.grad`),
-which may be that tensor. Tensors in between (of `cat([prompt.expand(...), embed(ids)])`) have readers that cannot be
-seen, so their copies are always told apart.
+backward pass raises an error if it got one since, or if it computes gradients of chosen tensors (`autograd.grad`) and
+anybody still has that tensor. Tensors in between (of `cat([prompt.expand(...), embed(ids)])`) have readers that cannot
+be seen, so their copies are always told apart.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,13 +53,14 @@ def _source(given: torch.Tensor, leading: Sequence[int]) -> torch.Tensor | None:
         return None
     embedding, expand = _copying_nodes()
     node: Any = given.grad_fn
-    if type(node) is embedding:
+    kind = type(node)
+    if kind is embedding:
         try:
             indices: torch.Tensor = node._saved_indices
         except RuntimeError:  # they were written to, or a backward pass has freed them
             return None
         return indices if indices.shape == leading else None
-    if type(node) is not expand:
+    if kind is not expand:
         return None
     shape = [1] * (given.dim() - len(node._saved_self_sym_sizes)) + [*node._saved_self_sym_sizes]
     if shape[len(leading) :] != [*given.shape[len(leading) :]]:
@@ -91,16 +93,25 @@ class _FirstCopies(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.first, ctx.given, ctx.shape = first, given[0], vectors.shape
         ctx.witness = torch.autograd.graph.get_gradient_edge(witness).node
+        with torch.enable_grad():
+            ctx.alone = witness * 1  # nothing else refers to it
         return vectors[first]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         is_read = ctx.given.retains_grad or ctx.given._backward_hooks
-        if is_read or not will_execute(ctx.witness):
+        may_be_chosen = not will_execute(ctx.witness) and _is_known_elsewhere(ctx)
+        if is_read or may_be_chosen:
             raise RuntimeContractError(
                 "gradients of given embeddings may be read row by row, and rows that share tokens have their sum",
                 expected="loss.backward(), without retain_grad() or hooks on the embeddings after the forward pass",
                 got="retain_grad() or a hook on them" if is_read else "gradients of chosen tensors (autograd.grad)",
-                hint="pass embeds.clone(), of which rows share nothing, or embed ids inside of the compiled function",
+                hint="embed ids inside of the compiled function, or pass embeds.clone(), of which rows share nothing",
             )
         return grad.new_zeros(ctx.shape).index_copy_(0, ctx.first, grad), None, None, None
+
+
+def _is_known_elsewhere(ctx: Any) -> bool:
+    """Return whether anything else refers to the given tensor, or to its node, and so can ask for its gradient."""
+    tensor, node = sys.getrefcount(ctx.alone), sys.getrefcount(ctx.alone.grad_fn)
+    return sys.getrefcount(ctx.given) > tensor or sys.getrefcount(ctx.given.grad_fn) > node

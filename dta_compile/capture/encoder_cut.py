@@ -29,6 +29,7 @@ from dta_compile.runtime.encoders.modules import EncoderModule
 # Calls between an encoder and the use of its features that treat each feature by itself.
 ROW_WISE = {"to", "type", "type_as", "contiguous", "float", "double", "half", "bfloat16", "detach", "clone"}
 SHAPES = {"view", "reshape", "flatten", "unsqueeze"}
+EMBEDDED = {"embedding", "mul", "getitem", *ROW_WISE, *SHAPES}  # between tables and embeddings that are compared
 SCALES = {"mul", "mul_", "imul", "div", "div_", "truediv", "itruediv"}  # by a number
 
 
@@ -223,7 +224,9 @@ def _masks_of_floats(insertions: Sequence[Insertion]) -> list[fx.Node]:
         reached = ancestors([insertion.mask])
         of_tokens = [node for node in insertion.node.graph.nodes if node in reached and _is_of_booleans(node)]
         mask = [node for node in of_tokens if node.meta["example_value"].dim() == 2][-1:]
-        if any(map(_is_of_floats, ancestors(mask))):
+        floats = [node for node in ancestors(mask) if _is_of_floats(node)]
+        # Embeddings as they are given or looked up, and no hidden states, for which layers would run before the tree.
+        if floats and all(node.op == "placeholder" or name_of(node) in EMBEDDED for node in floats):
             masks |= dict.fromkeys(mask)
     return list(masks)
 

@@ -13,6 +13,7 @@ be seen, so their copies are always told apart.
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import sys
 from collections.abc import Sequence
@@ -113,5 +114,10 @@ class _FirstCopies(torch.autograd.Function):
 
 def _is_known_elsewhere(ctx: Any) -> bool:
     """Return whether anything else refers to the given tensor, or to its node, and so can ask for its gradient."""
-    tensor, node = sys.getrefcount(ctx.alone), sys.getrefcount(ctx.alone.grad_fn)
-    return sys.getrefcount(ctx.given) > tensor or sys.getrefcount(ctx.given.grad_fn) > node
+    for collect in (False, True):
+        if collect:
+            gc.collect()  # what compiling the call has left in cycles
+        tensor, node = sys.getrefcount(ctx.alone), sys.getrefcount(ctx.alone.grad_fn)
+        if sys.getrefcount(ctx.given) <= tensor and sys.getrefcount(ctx.given.grad_fn) <= node:
+            return False
+    return True

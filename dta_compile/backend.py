@@ -20,6 +20,7 @@ from dta_compile.capture import dense_calls, dynamo, encoder_calls
 from dta_compile.capture.classify import Captured, Kind, classify
 from dta_compile.capture.flash_attention import with_our_attention
 from dta_compile.capture.flex_attention import without_flex_attention
+from dta_compile.capture.given_embeddings import UNSHARED
 from dta_compile.capture.graph_breaks import patches
 from dta_compile.capture.recurrences import refuse_final_states
 from dta_compile.errors import DTAError, FinalRefusal, OptionError, RefusalError
@@ -91,6 +92,8 @@ def dta(
         return _refused(graph.refusal, graph.module, parsed)
     if graph.encoded and parsed.is_over_ranks:
         return Refused(_IMAGES_OVER_RANKS)
+    if graph.given and parsed.is_over_ranks:
+        return Refused(_EMBEDDINGS_OVER_RANKS)
     try:
         started = time.perf_counter()
         executable, captured = _compiled(graph, parsed)
@@ -116,6 +119,13 @@ def dta(
         record.log_once(f"{DENSE_LAYER}: {executable.dense_layer}", logging.WARNING)
     record.engines.append(engine)
     run: Compiled = records.recorded(engine)
+    if graph.given:
+
+        def note_unshared() -> None:
+            record.log_once(UNSHARED, logging.WARNING)
+            engine.note(UNSHARED, 0.0, 1)
+
+        run = graph.given.calling(run, note_unshared)
     if graph.encoded:
         run = graph.encoded.calling(run, engine.note, parsed.memory_budget)
     for cut in (graph.local, graph.written):
@@ -128,6 +138,14 @@ _IMAGES_OVER_RANKS = RefusalError(
     expected="text alone, with one tree over the ranks of options={'mesh': ...}",
     got="a model that is given images, sounds or videos",
     hint="compile without the mesh: each rank then runs a tree of its own (dta_compile.distributed.scatter)",
+)
+
+
+_EMBEDDINGS_OVER_RANKS = RefusalError(
+    "embeddings that are given with a gradient belong to the rank that has them",
+    expected="ids, or embeddings without a gradient, with one tree over the ranks of options={'mesh': ...}",
+    got="embeddings with a gradient",
+    hint="embed ids inside of the compiled function, or compile without the mesh, for a tree of each rank's own",
 )
 
 
@@ -152,7 +170,7 @@ def _compiled(graph: Captured, options: Options) -> tuple[Executable, fx.GraphMo
     try:
         with _autograd_of_our_own():
             captured = graph.module
-            for cut in (graph.written, graph.local, graph.encoded):
+            for cut in (graph.written, graph.local, graph.encoded, graph.given):
                 captured = cut.module if cut else captured
             refuse_final_states(captured)
             module = with_our_attention(without_flex_attention(captured))

@@ -12,6 +12,7 @@ import dataclasses
 import enum
 from collections.abc import Iterator
 
+import sympy
 import torch
 from torch import fx
 
@@ -20,14 +21,15 @@ from dta_compile.capture.encoded_media import EncodedMedia, without_encoders
 from dta_compile.capture.encoder_calls import encode
 from dta_compile.capture.encoder_cut import EncoderCalls, over_all_tokens, without_encoder_calls
 from dta_compile.capture.flash_attention import IN_GRAPH
+from dta_compile.capture.given_embeddings import GivenEmbeddings, with_given_embeddings
 from dta_compile.capture.parameter_writes import ParameterWrites, without_parameter_writes
 from dta_compile.capture.recurrences import hands_over_states
 from dta_compile.capture.tensor_parallel import LocalGraph, on_own_tensors
-from dta_compile.capture.written_out import trains_parameters, written_out_attention
+from dta_compile.capture.written_out import SOFTMAX, trains_parameters, written_out_attention
 from dta_compile.errors import RefusalError
 from dta_compile.ops.mixer import MIXERS, Mixer, Operand
-from dta_compile.passes.program import all_nodes, output_node
-from dta_compile.passes.symbols import depends_on_data, expression, selects_rows
+from dta_compile.passes.program import all_nodes, name_of, output_node
+from dta_compile.passes.symbols import depends_on_data, expression, free_symbols, selects_rows
 
 GENERATION = (
     "a call without gradients reads or fills a KV cache, as generation does: such calls run as captured "
@@ -63,6 +65,7 @@ class Captured:
         written: the graph without writes to parameters that run before it.
         local: this rank's graph (of `written`, if there is one), if parameters are DTensors (tensor parallelism).
         encoded: the graph (of `local` or `written`, if there is one) without the encoders of images and other media.
+        given: the graph (of `encoded`, ..., if there is one) that reads given embeddings with a gradient from tables.
         note: a line to log for a graph that runs as captured.
         refusal: the error of a refused graph; with written-out attention, the error to raise if the passes find none.
     """
@@ -76,6 +79,7 @@ class Captured:
     written: ParameterWrites | None = None
     local: LocalGraph | None = None
     encoded: EncodedMedia | EncoderCalls | None = None
+    given: GivenEmbeddings | None = None
     note: str | None = None
     refusal: RefusalError | None = None
 
@@ -120,7 +124,11 @@ def _for_the_tree(graph: Captured) -> Captured:
     except RefusalError as refusal:
         return dataclasses.replace(graph, kind=Kind.REFUSED, refusal=refusal)
     dynamo.unify_equal_sizes(encoded.module.graph if encoded else graph.module.graph)
-    return dataclasses.replace(graph, written=written, local=local, encoded=encoded)
+    module = encoded.module if encoded else module
+    given = with_given_embeddings(module, *_mixing(module)) if graph.training else None
+    if given and not graph.own_symbols:
+        dynamo.trace_again_without_duck_shapes(already=False)  # it may be a weight that is as wide as the batch is long
+    return dataclasses.replace(graph, written=written, local=local, encoded=encoded, given=given)
 
 
 def _selects_in_vain(graph: Captured) -> bool:
@@ -148,6 +156,31 @@ def captured_mixer_calls(module: fx.GraphModule) -> Iterator[tuple[Mixer, fx.Nod
     for node in all_nodes(module):
         if node.op == "call_function" and node.target in known:
             yield known[node.target], node
+
+
+def _mixing(module: fx.GraphModule) -> tuple[list[fx.Node], set[sympy.Symbol], set[sympy.Expr]]:
+    """Return the nodes of a graph that mix tokens, or have a graph inside that does.
+
+    Next come the symbols of their sizes, and the first sizes, which count rows.
+    """
+    calls = {call for _, call in captured_mixer_calls(module)}
+    if not calls:  # attention is written out
+        calls = {node for node in all_nodes(module) if name_of(node) in SOFTMAX}
+    bodies = {call.graph.owning_module for call in calls}
+    values = (node.meta.get("example_value") for call in calls for node in (call, *call.all_input_nodes))
+    shapes = [[*map(expression, value.shape)] for value in values if isinstance(value, torch.Tensor) and value.dim()]
+    counting, of_rows = free_symbols(size for shape in shapes for size in shape), {shape[0] for shape in shapes}
+    named = dict(module.named_modules())
+    around = {name for name, body in named.items() if not bodies.isdisjoint(body.modules())}
+    return (
+        [
+            node
+            for node in module.graph.nodes
+            if node in calls or any(arg.op == "get_attr" and arg.target in around for arg in node.all_input_nodes)
+        ],
+        counting,
+        of_rows,
+    )
 
 
 def _generates(module: fx.GraphModule) -> bool:

@@ -36,7 +36,7 @@ from dta_compile.integrations.layer_groups import gather_all
 from dta_compile.ops.feature_tables import TABLE_ROWS
 from dta_compile.passes.program import memory, name_of, output_node, where, with_writes, writes_of
 from dta_compile.passes.symbols import expression, hint, symbol_sources, symbolic
-from dta_compile.runtime.encoders import Features, Kept, encode_distinct, least
+from dta_compile.runtime.encoders.distinct import Features, Kept, encode_distinct, least
 from dta_compile.runtime.measure.budget import default_budget
 
 # Rows of a table in the trace. Nothing in the remaining graph depends on the number: gradients of an embedding are
@@ -48,7 +48,7 @@ SUMS = ("add", "add_", "iadd", "__add__", "__iadd__")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Insertion:
+class Insertion:
     """Node that puts features at the tokens of a mask.
 
     Attributes:
@@ -201,7 +201,7 @@ def without_encoders(module: fx.GraphModule) -> EncodedMedia | None:
     return Cut(module, insertions).run() if insertions else None
 
 
-def insertions_of(graph: fx.Graph, ids: Set[fx.Node] = frozenset()) -> Iterator[_Insertion]:
+def insertions_of(graph: fx.Graph, ids: Set[fx.Node] = frozenset()) -> Iterator[Insertion]:
     """Yield the nodes that put features at placeholder tokens which are not computed from the media.
 
     Args:
@@ -223,7 +223,7 @@ def insertions_of(graph: fx.Graph, ids: Set[fx.Node] = frozenset()) -> Iterator[
             of_features, of_mask = now(features) - ids, now(mask)
             is_of_media = of_features and of_mask and of_features.isdisjoint(of_mask)
             if is_of_media and _has_width_of(features, node.args[0]):
-                yield _Insertion(node, features, mask, of_features)
+                yield Insertion(node, features, mask, of_features)
         for part in writes.get(node, ()):
             written[part] = written.get(part, frozenset()) | media[node]
 
@@ -267,7 +267,7 @@ def _mask_of_index(index: Any) -> fx.Node | None:
 class Cut:
     """The two graphs of an `EncodedMedia`."""
 
-    def __init__(self, module: fx.GraphModule, insertions: Sequence[_Insertion]) -> None:
+    def __init__(self, module: fx.GraphModule, insertions: Sequence[Insertion]) -> None:
         self.module, self.insertions = module, insertions
         self.reads: dict[fx.Node, list[fx.Node]] = {}  # by feature tensor, its insertions in order
         for insertion in insertions:
@@ -342,28 +342,17 @@ class Cut:
         graph.output(graph.graph_copy(self.module.graph, copies))
         module = fx.GraphModule(self.module, graph)
         module.meta = self.module.meta
-        tables = {node: self._table(graph, node, i) for i, node in enumerate(self.features)}
+        tables = {node: _table(graph, node, i) for i, node in enumerate(self.features)}
         for insertion in self.insertions:
             self._read_table(graph, insertion, copies, *tables[insertion.features])
         eliminate_dead_code(graph)
         module.recompile()
         return module, copies
 
-    def _table(self, graph: fx.Graph, features: fx.Node, number: int) -> tuple[fx.Node, fx.Node]:
-        value = features.meta["example_value"]
-        last = list(graph.find_nodes(op="placeholder"))[-1]
-        with value.fake_mode, graph.inserting_before(last.next):
-            table, rows = (graph.placeholder(f"{name}_{number}") for name in ("features", "rows_of_features"))
-            # A parameter, also of a frozen encoder: else its rows would be copied out for every token of the batch.
-            made = torch.empty((TRACED_ROWS, int(value.shape[-1])), dtype=value.dtype, device=value.device)
-            table.meta["example_value"] = torch.nn.Parameter(made, requires_grad=value.requires_grad)
-            rows.meta["example_value"] = torch.empty((TRACED_ROWS,), dtype=torch.int64, device=value.device)
-        return table, rows
-
     def _read_table(
         self,
         graph: fx.Graph,
-        insertion: _Insertion,
+        insertion: Insertion,
         copies: Mapping[fx.Node, fx.Node],
         table: fx.Node,
         rows: fx.Node,
@@ -393,7 +382,7 @@ class Cut:
         for added in (index, features):
             added.meta.setdefault("stack_trace", insertion.node.meta.get("stack_trace"))
 
-    def _tokens(self, graph: fx.Graph, insertion: _Insertion, mask: fx.Node) -> fx.Node:
+    def _tokens(self, graph: fx.Graph, insertion: Insertion, mask: fx.Node) -> fx.Node:
         """Return the mask `[B, S]` of a mask over entries `[B, S, D]` that is the same for all entries of a token."""
         value = insertion.mask.meta["example_value"]
         if value.dim() == insertion.node.meta["example_value"].dim() and (
@@ -407,6 +396,27 @@ class Cut:
             got=f"a mask of shape {list(value.shape)}",
             hint="make the mask from the ids of the placeholder tokens",
         )
+
+
+def _table(graph: fx.Graph, features: fx.Node, number: int) -> tuple[fx.Node, fx.Node]:
+    value = features.meta["example_value"]
+    with value.fake_mode:
+        rows = torch.empty((TRACED_ROWS,), dtype=torch.int64, device=value.device)
+    return table_inputs(graph, value, int(value.shape[-1]), rows, str(number))
+
+
+def table_inputs(
+    graph: fx.Graph, features: torch.Tensor, width: int, rows: torch.Tensor, name: str
+) -> tuple[fx.Node, fx.Node]:
+    """Add inputs for a table of vectors, and for the numbers of its rows that are read; `rows` are as traced."""
+    last = list(graph.find_nodes(op="placeholder"))[-1]
+    with features.fake_mode, graph.inserting_before(last.next):  # type: ignore[attr-defined]
+        table, numbers = (graph.placeholder(f"{kind}_{name}") for kind in ("features", "rows_of_features"))
+        # A parameter, also of a frozen encoder: else its rows would be copied out for every token of the batch.
+        made = torch.empty((TRACED_ROWS, width), dtype=features.dtype, device=features.device)
+        table.meta["example_value"] = torch.nn.Parameter(made, requires_grad=features.requires_grad)
+        numbers.meta["example_value"] = rows
+    return table, numbers
 
 
 def unknown_use(node: fx.Node) -> RefusalError:

@@ -28,17 +28,9 @@ from dta_compile.integrations.layer_groups import FEATURES, gather_to_encode
 from dta_compile.integrations.tracing import traces_for_this_backend
 from dta_compile.ops.feature_tables import unequal_counts
 from dta_compile.registration import when_loaded
-from dta_compile.runtime.encoder_methods import (
-    TENSOR,
-    Arguments,
-    Encoder,
-    MethodCall,
-    Positions,
-    encoder_of,
-    positions_of,
-    register,
-)
-from dta_compile.runtime.encoder_modules import IDS, TOKENS, EncoderModule
+from dta_compile.runtime.encoders.encoder import Encoder, encoder_of
+from dta_compile.runtime.encoders.method_calls import TENSOR, Arguments, MethodCall, Positions, call_of, register
+from dta_compile.runtime.encoders.modules import IDS, TOKENS, EncoderModule
 from dta_compile.torch_compat import TAKES_MODULES, frames, wrap_once
 from dta_compile.torch_compat.dynamo import InstructionTranslator, UserFunctionVariable, trace_rules
 from dta_compile.torch_compat.tensors import FakeTensor
@@ -84,7 +76,7 @@ def encode(handle: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 @torch.compiler.allow_in_graph
 def token_positions(handle: int, *tensors: torch.Tensor) -> torch.Tensor:
     """Compute positions `[axes, B, S]` as `Positions` do; in a captured graph, a node that stands for it."""
-    call = positions_of(handle)
+    call = call_of(Positions, handle)
     if not _is_traced(tensors):
         return call(*tensors)
     _require_trace(call)

@@ -15,20 +15,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from dta_compile.capture.encoded_media import Cut, insertions_of, unknown_use
+from dta_compile.capture.encoded_media import Cut, Insertion, insertions_of, unknown_use
 from dta_compile.capture.encoder_calls import check_counts, encode, token_positions
 from dta_compile.capture.flex_attention import eliminate_dead_code
 from dta_compile.errors import RuntimeContractError
 from dta_compile.integrations.layer_groups import gather_to_encode
 from dta_compile.ops.feature_tables import TABLE_ROWS
 from dta_compile.passes.program import ancestors, is_boolean, memory, name_of, output_node, writes_of
-from dta_compile.runtime.encoder_methods import Encoder, encoder_of
-from dta_compile.runtime.encoder_modules import EncoderModule
-from dta_compile.runtime.encoders import as_table
+from dta_compile.runtime.encoders.distinct import as_table
+from dta_compile.runtime.encoders.encoder import Encoder, encoder_of
+from dta_compile.runtime.encoders.modules import EncoderModule
 
 # Calls between an encoder and the use of its features that treat each feature by itself.
 ROW_WISE = {"to", "type", "type_as", "contiguous", "float", "double", "half", "bfloat16", "detach", "clone"}
 SHAPES = {"view", "reshape", "flatten", "unsqueeze"}
+EMBEDDED = {"embedding", "mul", "getitem", *ROW_WISE, *SHAPES}  # between tables and embeddings that are compared
 SCALES = {"mul", "mul_", "imul", "div", "div_", "truediv", "itruediv"}  # by a number
 
 
@@ -38,8 +39,9 @@ class EncoderCalls:
 
     Attributes:
         module: the remaining graph; its inputs are those of the captured graph, then a table and its rows for each
-            of the feature tensors that it reads, then positions.
-        before: the graph of feature tensors and positions, over the `inputs` of the captured graph with these numbers.
+            of the feature tensors that it reads, then positions, and masks of tokens found by their embeddings.
+        before: the graph of feature tensors, positions and masks, over the `inputs` of the captured graph with these
+            numbers.
         calls: by feature tensor, the node in `before` of the encoder that made it.
         read: how many feature tensors the remaining graph reads.
         returned: by number of an output of the captured graph that is a feature tensor, which one, and its shape.
@@ -66,10 +68,10 @@ class EncoderCalls:
             gather_to_encode(bool(self.calls))
             encoders = _Distinct(self.before, budget)
             results = encoders.run(*(args[number] for number in self.inputs))
-            features, positions = results[: len(self.calls)], results[len(self.calls) :]
+            features, computed = results[: len(self.calls)], results[len(self.calls) :]
             rows = [encoders.rows[call] for call in self.calls]
             pairs = zip(map(as_table, features[: self.read]), rows, strict=False)
-            outputs = list(run(*args, *(value for pair in pairs for value in pair), *positions))
+            outputs = list(run(*args, *(value for pair in pairs for value in pair), *computed))
             for number, (i, shape) in self.returned.items():
                 made = features[i].flatten()[:, None] if features[i].dtype is torch.bool else features[i]
                 outputs[number] = as_table(made)[rows[i]].reshape(shape)
@@ -125,10 +127,11 @@ def without_encoder_calls(module: fx.GraphModule) -> EncoderCalls | None:
     insertions = [
         found for found in insertions_of(module.graph, ids) if not ancestors([found.features]).isdisjoint(calls)
     ]
+    computed = [*positions, *_masks_of_floats(insertions)]
     cut = Cut(module, insertions)
     remaining, copies = cut.remaining()
     graph = remaining.graph
-    _replace_positions(graph, [copies[node] for node in positions])
+    _replace_by_inputs(graph, [copies[node] for node in computed])
     copied_calls = {copies[call] for call in calls}
     returned = _take_outputs(graph, copied_calls)
     _erase_assertions(graph, copied_calls)
@@ -145,7 +148,7 @@ def without_encoder_calls(module: fx.GraphModule) -> EncoderCalls | None:
         reads.setdefault(originals[number], []).append(output_node(module.graph))
     features = list(reads)
     # Writes to positions stay in the remaining graph.
-    before, inputs, copied = cut.before(reads | {node: [node] for node in positions})
+    before, inputs, copied = cut.before(reads | {node: [node] for node in computed})
     _refuse_writes(module.graph, copied)
     return EncoderCalls(
         remaining,
@@ -214,11 +217,25 @@ def _of_selected(write: fx.Node, joined: fx.Node, mask: fx.Node | None) -> fx.No
     return chosen if value.dtype is torch.bool and value.dim() == mask.meta["example_value"].dim() else None
 
 
-def _replace_positions(graph: fx.Graph, positions: Sequence[fx.Node]) -> None:
-    for i, node in enumerate(positions):
+def _masks_of_floats(insertions: Sequence[Insertion]) -> list[fx.Node]:
+    """Return the masks of tokens that are found by comparing embeddings (`inputs_embeds == embed(image)`), not ids."""
+    masks: dict[fx.Node, None] = {}
+    for insertion in insertions:
+        reached = ancestors([insertion.mask])
+        of_tokens = [node for node in insertion.node.graph.nodes if node in reached and is_boolean(node)]
+        mask = [node for node in of_tokens if node.meta["example_value"].dim() == 2][-1:]
+        floats = [node for node in ancestors(mask) if _is_of_floats(node)]
+        # Embeddings as they are given or looked up, and no hidden states, for which layers would run before the tree.
+        if floats and all(node.op == "placeholder" or name_of(node) in EMBEDDED for node in floats):
+            masks |= dict.fromkeys(mask)
+    return list(masks)
+
+
+def _replace_by_inputs(graph: fx.Graph, computed: Sequence[fx.Node]) -> None:
+    for i, node in enumerate(computed):
         last = list(graph.find_nodes(op="placeholder"))[-1]
         with graph.inserting_after(last):
-            replacement = graph.placeholder(f"positions_{i}")
+            replacement = graph.placeholder(f"computed_{i}")
         replacement.meta = dict(node.meta)
         node.replace_all_uses_with(replacement)
         graph.erase_node(node)
@@ -272,6 +289,11 @@ def _call_of(node: fx.Node) -> fx.Node:
 def _is_mask(index: Any) -> bool:
     """Return whether an index is the mask of an encoder's features, which is true for each of them."""
     return isinstance(index, fx.Node) and is_boolean(index) and _call_of(index).target is encode
+
+
+def _is_of_floats(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:

@@ -18,7 +18,8 @@ from torch import fx
 from dta_compile.errors import RefusalError
 from dta_compile.passes.program import name_of, where
 
-WEIGHINGS = ("softmax", "_softmax", "exp", "exp_", "exp2", "sigmoid", "sigmoid_", "relu", "relu_", "softmax_")
+SOFTMAX = ("softmax", "_softmax", "softmax_")
+WEIGHINGS = (*SOFTMAX, "exp", "exp_", "exp2", "sigmoid", "sigmoid_", "relu", "relu_")
 PRODUCTS = ("matmul", "bmm", "mm", "einsum", "baddbmm", "addbmm", "addmm", "tensordot", "__matmul__", "__rmatmul__")
 OUTER = ("mul", "mul_", "__mul__", "multiply")
 OPAQUE = (

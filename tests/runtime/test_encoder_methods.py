@@ -10,8 +10,9 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from dta_compile.errors import RefusalError, RuntimeContractError
-from dta_compile.runtime.encoder_methods import TENSOR, Arguments, Encoder
-from dta_compile.runtime.encoder_modules import EncoderModule
+from dta_compile.runtime.encoders.encoder import Encoder
+from dta_compile.runtime.encoders.method_calls import TENSOR, Arguments
+from dta_compile.runtime.encoders.modules import EncoderModule
 from tests.support.helpers import EXACT, FLOAT32_ISLANDS
 from tests.support.vision import FAMILIES, GRIDS, PACKED, build, inputs
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import dta_compile
 from dta_compile.errors import RefusalError, RuntimeContractError
-from dta_compile.runtime import encoders
+from dta_compile.runtime.encoders import distinct as encoders
 from tests.support.tiny import WIDTH, BareLM, after, assert_same, weighted
 
 IMAGE, PATCHES, SIZE, KINDS = 30, 2, 4, 3  # id of placeholders, tokens of an image, its height and width, images drawn

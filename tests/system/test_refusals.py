@@ -265,19 +265,6 @@ def test_gradients_switched_on_inside_a_call_without_them_are_refused():
     assert all(output.requires_grad for output in compiled(ids))
 
 
-def test_embeddings_that_need_gradients_are_refused():
-    class FromEmbeddings(Model):
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return self.head(x)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(FromEmbeddings(), backend="dta")
-    with pytest.raises(RefusalError, match="requires a gradient"):
-        compiled(torch.randn(3, 9, WIDTH, requires_grad=True))
-
-
 def test_a_graph_break_inside_the_model_names_its_line():
     def breaks(block, x, q, k, v):
         torch._dynamo.graph_break()

@@ -102,6 +102,25 @@ def test_images_whose_tokens_attend_to_each_other(attention):
         assert plan.stats.compression > 1.1 and plan.schedule.chunk_size == most
 
 
+GIVEN = ("llava", "qwen3_vl", "gemma3", "idefics3", "mistral3")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "llava" else pytest.param(name, marks=pytest.mark.slow) for name in GIVEN]
+)
+def test_pixels_next_to_given_embeddings(name):
+    """Placeholders are found by comparing embeddings; scaled ones (Gemma) have no rows in common."""
+    model = build(name)
+    compiled = torch.compile(model, backend="dta", options={"codegen": "eager"})
+
+    def embedded(call):
+        return {"input_ids": None, "inputs_embeds": model.get_input_embeddings()(call["input_ids"])}
+
+    plan, notes = check(name, compiled, model, ROWS, embedded)
+    assert "6 images (or other media), 3 different and encoded" in notes
+    assert (plan.stats.compression > 1.3) == (name != "gemma3")
+
+
 def test_an_encoder_that_is_trained_alone_and_checkpointed():
     model = build("llava")
     model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -31,7 +31,7 @@ from dta_compile.torch_compat.dynamo import config as dynamo_config
 if regions.WHY_NONE:
     logging.getLogger("dta_compile").info("dta: equal layers are traced one by one: %s", regions.WHY_NONE)
 else:
-    from dta_compile.capture.region_reuse import NoRegion, OtherCall, Traced, fingerprint_of, may_be_region
+    from dta_compile.capture.regions.region_reuse import NoRegion, OtherCall, Traced, fingerprint_of, may_be_region
 
 LEAST_COPIES = 2
 # Attributes that every module has. Copies may differ in them: parameters and buffers are inputs of a region.

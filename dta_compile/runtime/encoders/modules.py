@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from dta_compile.errors import RuntimeContractError
 from dta_compile.integrations.fully_shard import reading_gathered
-from dta_compile.runtime.encoder_methods import Encoder, Trial
+from dta_compile.runtime.encoders.encoder import Encoder
+from dta_compile.runtime.encoders.trial import Trial
 
 IDS, TOKENS = "input_ids", "inputs_embeds"
 PUTS = {torch.Tensor.index_put: ("indices", "values"), torch.Tensor.masked_scatter: ("mask", "source")}
@@ -39,7 +40,7 @@ class EncoderModule(Encoder):
     @property
     def number_of_ids(self) -> int:
         """Which of the tensor arguments has the ids."""
-        return self._names().index(IDS)
+        return self.names().index(IDS)
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the features `[n, D]` as the attribute `pooler_output`.

@@ -1,0 +1,1 @@
+"""Layers of one class, which Dynamo traces once."""

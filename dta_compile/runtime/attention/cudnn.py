@@ -87,15 +87,7 @@ class CudnnAttention:
     ) -> Tensors:
         """See `Provider.backward`."""
         if parts := _trunk_and_rest(x):
-            trunk, rest = parts
-            above, below = slice(x.chunk.trunk), slice(x.chunk.trunk, None)
-            own = tuple(torch.zeros_like(tensor, dtype=torch.float32) for tensor in (trunk.key, trunk.value))
-            of_rest = self.backward(grad[:, :, below], out[:, :, below], logsumexp[:, :, below], rest, *own)
-            results = grad[:, :, above], out[:, :, above], logsumexp[:, :, above]
-            of_query, *of_states = self.backward(*results, trunk, *(tensor[:, :, :0] for tensor in own))
-            for mine, others in zip(of_states, own, strict=True):
-                mine += others
-            return tuple(_joined(both) for both in zip((of_query, *of_states), of_rest, strict=True))
+            return self._backward_of_parts(grad, out, logsumexp, *parts)
         rectangle = _rectangle(x)
         if rectangle is None:
             return self.rest.backward(grad, out, logsumexp, x, prefix_key_grad, prefix_value_grad)
@@ -127,6 +119,19 @@ class CudnnAttention:
         prefix_value_grad[:, :, :keys] += of_value
         rest = _below(x, keys), prefix_key_grad[:, :, keys:], prefix_value_grad[:, :, keys:]
         return self.rest.backward(grad, out, logsumexp, *rest, partial=of_query[:, :, : grad.shape[2]])
+
+    def _backward_of_parts(
+        self, grad: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tensor, trunk: Operands, rest: Operands
+    ) -> Tensors:
+        """Return gradients of a chunk that `_trunk_and_rest` divided."""
+        above, below = slice(trunk.query.shape[2]), slice(trunk.query.shape[2], None)
+        of_stack = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in (trunk.key, trunk.value)]
+        of_rest = self.backward(grad[:, :, below], out[:, :, below], logsumexp[:, :, below], rest, *of_stack)
+        nothing = [tensor[:, :, :0] for tensor in of_stack]
+        of_trunk = self.backward(grad[:, :, above], out[:, :, above], logsumexp[:, :, above], trunk, *nothing)
+        for own, read_below in zip(of_trunk[1:], of_stack, strict=True):
+            own.add_(read_below)
+        return tuple(_joined(parts) for parts in zip(of_trunk, of_rest, strict=True))
 
 
 class _Rectangle(NamedTuple):
@@ -170,7 +175,7 @@ def _trunk_and_rest(x: Operands) -> tuple[Operands, Operands] | None:
         return None
     x, (trunk, rest) = x.with_dense_rows(), chunk.divided
 
-    def part(tokens: slice, prefix: Tensors, shape: ChunkShape) -> Operands:
+    def part(tokens: slice, prefix: tuple[torch.Tensor, torch.Tensor], shape: ChunkShape) -> Operands:
         query, key, value = (tensor[:, :, tokens] for tensor in (x.query, x.key, x.value))
         return Operands(query, key, value, *prefix, shape, lambda: shape.table(device), x.scoring, x.limit)
 

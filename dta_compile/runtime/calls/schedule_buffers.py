@@ -15,6 +15,7 @@ import torch
 from dta_compile.executable.chunk import ChunkGraphs
 from dta_compile.executable.executable import FrontierValue
 from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.ops.products import Sum
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.runtime.replay.lease import Lease
 from dta_compile.runtime.rows.buffers import AllRows, RowBuffer, Rows, next_to_zero
@@ -35,7 +36,7 @@ class ScheduleBuffers:
 
     outputs: Sequence[RowBuffer | None] = ()
     gradients: Sequence[RowBuffer | None] = ()
-    accumulators: Sequence[torch.Tensor] = ()
+    accumulators: Sequence[Sum] | Sequence[torch.Tensor] = ()
     active: npt.NDArray[np.bool_] | None = None
     received: Mapping[Chunk, Sequence[torch.Tensor]] = dataclasses.field(default_factory=dict)
     sent: dict[Chunk, Sequence[torch.Tensor]] = dataclasses.field(default_factory=dict)
@@ -94,9 +95,9 @@ def accumulators(
     joint: ChunkGraphs,
     parameters: Sequence[torch.Tensor],
     lease: Lease | None,
-    begun: Sequence[torch.Tensor | None] | None = None,
-) -> list[torch.Tensor]:
-    """Allocate zeroed sums for the parameters with a gradient, in at least float32.
+    begun: Sequence[Sum | None] | None = None,
+) -> list[Sum] | list[torch.Tensor]:
+    """Return sums for the parameters with a gradient; zeroed tensors if their addresses have to stay.
 
     Args:
         joint: graphs whose first inputs are `parameters`.
@@ -105,7 +106,7 @@ def accumulators(
     if lease is not None:
         return lease.accumulators(parameters, joint.grad_parameters)
     return [
-        torch.zeros_like(parameters[i], dtype=statistics_dtype(parameters[i].dtype)).detach() if sums is None else sums
+        Sum(parameters[i]) if sums is None else sums
         for i, sums in zip(joint.grad_parameters, begun or [None] * len(joint.grad_parameters), strict=True)
     ]
 
@@ -136,5 +137,5 @@ def finished_gradients(
     for i, sources in zip(joint.grad_parameters, joint.grad_sources, strict=True):
         total = totals.pop()
         if sources & used:
-            gradients[i] = total.to(parameters[i].dtype, copy=copy)
+            gradients[i] = total.taken() if isinstance(total, Sum) else total.to(parameters[i].dtype, copy=True)
     return gradients

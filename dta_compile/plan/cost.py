@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import reduce
 from typing import NamedTuple
@@ -20,6 +21,7 @@ _PACKED = Options(strategy="packed")
 STATES_SHARE = 0.1  # share of a layer's forward that computes its states: a norm and the key and value projections
 BUDGET_SHARE = 0.5  # default budget, as a share of the memory that is free when a call starts
 CHUNK_SIZES, CHUNK_SHARE = (CHUNK_TOKENS, *(2**n for n in range(12, 17))), 0.4  # tokens; share of the budget
+SMALL_CHUNKS, BESIDE_SHARE = (256, 512, 1024), 0.25
 BY_CHUNKS, BY_STAGES = 8192, 2**16  # most tokens of a chunk if activations of all layers, or of one layer, are held
 
 
@@ -90,14 +92,22 @@ class CostModel:
         return run + again + self.restore * s.restored_tokens
 
 
-def chunk_sizes(budget: float, bytes_per_token: float, most: int = BY_CHUNKS) -> tuple[int, ...]:
+def chunk_sizes(
+    budget: float, bytes_per_token: float, most: int = BY_CHUNKS, beside: float = math.inf
+) -> tuple[int, ...]:
     """Return the chunk sizes to choose from if the user sets none, given a budget and activation bytes per token.
 
     Larger chunks amortise kernel launches, whose host time does not depend on the number of tokens: a step of a model
     of 1.7B parameters took 2.1 s on an H100 with chunks of 2,048 tokens, 1.5 s with 4,096 and 1.3 s with 8,192.
+
+    Args:
+        beside: bytes that are held in any case; chunks smaller than usual pay if activations are no small share of it.
     """
-    least, *larger = CHUNK_SIZES
-    return least, *(size for size in larger if size <= most and size * bytes_per_token <= CHUNK_SHARE * budget)
+
+    usual, *larger = CHUNK_SIZES
+    least = max(CHUNK_SHARE * budget, BESIDE_SHARE * beside)
+    smaller = [size for size in SMALL_CHUNKS if 2 * size * bytes_per_token > least]
+    return *smaller, usual, *(size for size in larger if size <= most and size * bytes_per_token <= CHUNK_SHARE * budget)
 
 
 class OfMachine(NamedTuple):

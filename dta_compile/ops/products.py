@@ -106,14 +106,15 @@ class Sum:
         return total
 
 
-def tensor_of(total: torch.Tensor | Sum) -> torch.Tensor:
+AnySum = Sum | torch.Tensor
+
+
+def tensor_of(total: AnySum) -> torch.Tensor:
     """Return the tensor of a sum that an operator adds to in place."""
     return total.tensor() if isinstance(total, Sum) else total
 
 
-def add_product_to(
-    total: torch.Tensor | Sum, left: torch.Tensor, right: torch.Tensor, is_transposed: bool = False
-) -> None:
+def add_product_to(total: AnySum, left: torch.Tensor, right: torch.Tensor, is_transposed: bool = False) -> None:
     """Add the matrix product `left @ right`, or its transpose."""
     if is_transposed:
         left, right = right.t(), left.t()
@@ -125,7 +126,7 @@ def add_product_to(
     add_product(total, left, right)
 
 
-def add_to(total: torch.Tensor | Sum, summand: torch.Tensor) -> None:
+def add_to(total: AnySum, summand: torch.Tensor) -> None:
     """Add a tensor of the sum's shape."""
     if isinstance(total, Sum) and total.may_begin_with(summand.shape):
         return total.begin(torch.empty_like(summand, memory_format=torch.contiguous_format).copy_(summand))

@@ -107,7 +107,11 @@ def chunk_sizes(
     usual, *larger = CHUNK_SIZES
     least = max(CHUNK_SHARE * budget, BESIDE_SHARE * beside)
     smaller = [size for size in SMALL_CHUNKS if 2 * size * bytes_per_token > least]
-    return *smaller, usual, *(size for size in larger if size <= most and size * bytes_per_token <= CHUNK_SHARE * budget)
+    return (
+        *smaller,
+        usual,
+        *(size for size in larger if size <= most and size * bytes_per_token <= CHUNK_SHARE * budget),
+    )
 
 
 class OfMachine(NamedTuple):

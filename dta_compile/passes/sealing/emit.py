@@ -206,9 +206,11 @@ class _Emitter:
             handed = total({value.memory: value.bytes for value in values}.values())  # counted in the stage's peak
             for i in kind.differentiated:
                 tangents.remove(("slot", stage.writes[i]))
-            of_stage = [("slot", stage.reads[i]) for i in kind.parameters] if name == "first_backward" else []
-            for memory in of_stage:
-                sums.remove(memory)
+            of_stage: list[Memory] = (
+                [("slot", stage.reads[i]) for i in kind.parameters] if name == "first_backward" else []
+            )
+            for own in of_stage:
+                sums.remove(own)
             others = held.total.minus(handed).plus(tangents.total).plus(sums.total)
             for peak in kind.working[name]:
                 add_peak(peaks, others.plus(peak))
@@ -219,8 +221,8 @@ class _Emitter:
             for i in kind.gradients:
                 if i not in kind.parameters:
                     tangents.add(("slot", stage.reads[i]), self._gradient(stage.reads[i]))
-            for memory, size in zip(of_stage, kind.sums, strict=bool(of_stage)):
-                sums.add(memory, size)
+            for own, size in zip(of_stage, kind.sums, strict=False):
+                sums.add(own, size)
         return tuple(peaks)
 
     def _gradient(self, slot: int) -> Bytes:

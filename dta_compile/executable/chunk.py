@@ -120,7 +120,8 @@ class ChunkGraphs:
         head_dims: for each of `backward_inputs`, then for each saved value, the dimension that runs over head rows.
         head_rows_separable: whether the backward may run for a subset of the head rows, see `of_head_rows`.
         working: per graph, the bytes allocated at its peak, as the maximum of several functions
-            `fixed, per token, per head row`. For the backward they include the saved values that it takes and frees.
+            `fixed, per token, per head row`. For the backward they include the saved values that it takes and frees;
+            "first_backward" also begins the sums of parameter gradients.
         generated: generated code that the graphs call, if there is any.
     """
 

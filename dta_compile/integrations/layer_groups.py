@@ -120,6 +120,8 @@ class LayerGroups:
             if self._first[state] == part:
                 for group in reversed(groups_of([state])):
                     group.post_backward()
+                    if group.device.type == "cpu":  # has reduced when it returns, so that no stream reads the input
+                        getattr(group.comm_ctx, "reduce_scatter_states", []).clear()
 
     def _gather(self, part: int) -> None:
         for state in self._of(part):

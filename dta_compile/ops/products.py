@@ -1,7 +1,10 @@
-"""Accumulating matrix products, and products over the rows that are read.
+"""Accumulating matrix products, sums of parameter gradients, and products over the rows that are read.
 
 `dta::add_product_(total, left, right)` is `total += left @ right` with a float32 total and narrower factors. On a GPU
 the product is accumulated inside the kernel, without a temporary of the size of the total and without rounding.
+
+A sum that is zeroed before the first chunk takes memory while nothing is in it, and time to be written and read again.
+So backward graphs add to a `Sum`, which begins with its first summand, or to a tensor where addresses have to stay.
 
 A weight of zero does not exclude a row that is not read, since 0 * NaN is NaN; `product_of_read` does.
 """
@@ -12,6 +15,7 @@ import functools
 
 import torch
 
+from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.library import define
 
 
@@ -19,10 +23,15 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
     """Compute `total += left @ right` for matrices; without a fused kernel the product is rounded before the sum."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    elif total.device.type == "cuda" and _has_fused(total.device, left.dtype):
+    elif has_fused(left):
         _fused(total, left, right)
     else:
         total += left @ right
+
+
+def has_fused(factor: torch.Tensor) -> bool:
+    """Return whether products with a factor of a narrow dtype are accumulated without rounding them first."""
+    return factor.device.type == "cuda" and _has_fused(factor.device, factor.dtype)
 
 
 def _fused(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -48,6 +57,72 @@ def _has_fused(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 ADD_PRODUCT = define("add_product_(Tensor(a!) total, Tensor left, Tensor right) -> ()", lambda *_: None, add_product)
+
+
+class Sum:
+    """Sum of the gradients of a parameter.
+
+    Attributes:
+        value: the sum so far; None: nothing has been added. A single summand may be in the parameter's dtype, further
+            ones are added in `statistics_dtype`.
+    """
+
+    __slots__ = ("_parameter", "value")
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._parameter = parameter.detach()
+        self.value: torch.Tensor | None = None
+
+    def may_begin_with(self, shape: torch.Size) -> bool:
+        """Return whether nothing is in the sum, and a new contiguous tensor of this shape may become it."""
+        return self.value is None and self._parameter.is_contiguous() and self._parameter.shape == shape
+
+    def begin(self, first: torch.Tensor) -> None:
+        """Take the first summand, a new tensor, as the sum."""
+        own = self._parameter.dtype
+        self.value = first if first.dtype == own else first.to(statistics_dtype(own))
+
+    def tensor(self) -> torch.Tensor:
+        """Return the sum in `statistics_dtype`, zero if nothing has been added, for additions in place."""
+        dtype = statistics_dtype(self._parameter.dtype)
+        if self.value is None:
+            self.value = torch.zeros_like(self._parameter, dtype=dtype)
+        elif self.value.dtype != dtype:
+            self.value = self.value.to(dtype)
+        return self.value
+
+    def taken(self) -> torch.Tensor:
+        """Return the sum in the parameter's dtype, and forget it."""
+        total = torch.zeros_like(self._parameter) if self.value is None else self.value.to(self._parameter.dtype)
+        self.value = None
+        return total
+
+
+AnySum = Sum | torch.Tensor
+
+
+def tensor_of(total: AnySum) -> torch.Tensor:
+    """Return the tensor of a sum that an operator adds to in place."""
+    return total.tensor() if isinstance(total, Sum) else total
+
+
+def add_product_to(total: AnySum, left: torch.Tensor, right: torch.Tensor, is_transposed: bool = False) -> None:
+    """Add the matrix product `left @ right`, or its transpose."""
+    if is_transposed:
+        left, right = right.t(), left.t()
+    if isinstance(total, Sum):
+        is_as_rounded = left.dtype == statistics_dtype(left.dtype) or not has_fused(left)
+        if is_as_rounded and total.may_begin_with(torch.Size((left.shape[0], right.shape[1]))):
+            return total.begin(left @ right)
+        total = total.tensor()
+    add_product(total, left, right)
+
+
+def add_to(total: AnySum, summand: torch.Tensor) -> None:
+    """Add a tensor of the sum's shape."""
+    if isinstance(total, Sum) and total.may_begin_with(summand.shape):
+        return total.begin(torch.empty_like(summand, memory_format=torch.contiguous_format).copy_(summand))
+    tensor_of(total).add_(summand)
 
 
 def are_bounded(*tensors: torch.Tensor) -> bool:

@@ -57,7 +57,8 @@ class StageGraphs:
         separable: the backward may be run for a part of the head rows.
         transposed: positions of the read values that the forward graphs take transposed, as matrix products read them.
         working: per graph, the bytes that it allocates at its peak, for the backward with the values that it is
-            handed and frees.
+            handed and frees; "first_backward" also begins the sums of gradients of its parameters.
+        sums: bytes of these sums by parameter, after a first backward.
     """
 
     cache_only: fx.GraphModule
@@ -76,6 +77,7 @@ class StageGraphs:
     separable: bool = True
     transposed: tuple[int, ...] = ()
     working: dict[str, Peaks] = dataclasses.field(default_factory=dict)
+    sums: tuple[Bytes, ...] = ()
 
     @property
     def graphs(self) -> dict[str, fx.GraphModule]:

@@ -19,8 +19,9 @@ from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 _PACKED = Options(strategy="packed")
 STATES_SHARE = 0.1  # share of a layer's forward that computes its states: a norm and the key and value projections
 BUDGET_SHARE = 0.5  # default budget, as a share of the memory that is free when a call starts
+SMALL_CHUNKS = (256, 512, 1024)  # tokens
 CHUNK_SIZES, CHUNK_SHARE = (CHUNK_TOKENS, *(2**n for n in range(12, 17))), 0.4  # tokens; share of the budget
-BOUNDARY_SHARE = 0.15  # share of values passed between parts that activations of a chunk of one part may take as well
+BOUNDARY_SHARE = 0.25  # share of values passed between parts that activations of a chunk of one part may take as well
 BY_CHUNKS, BY_STAGES = 8192, 2**16  # most tokens of a chunk if activations of all layers, or of one layer, are held
 
 
@@ -92,18 +93,22 @@ class CostModel:
 
 
 def chunk_sizes(
-    budget: float, bytes_per_token: float, most: int = BY_CHUNKS, boundaries: float = 0.0
+    budget: float, bytes_per_token: float, most: int = BY_CHUNKS, boundaries: float | None = None
 ) -> tuple[int, ...]:
     """Return the chunk sizes to choose from if the user sets none, given a budget and activation bytes per token.
 
     Larger chunks amortise kernel launches, whose host time does not depend on the number of tokens: a step of a model
-    of 1.7B parameters took 2.1 s on an H100 with chunks of 2,048 tokens, 1.5 s with 4,096 and 1.3 s with 8,192. In a
-    sweep of stages, `boundaries` are the bytes of values passed between parts, which are there with any budget: where
-    nothing was kept, chunks of 2,048 tokens took 6.0 s on an H200, of which the GPU worked 1.4.
+    of 1.7B parameters took 2.1 s on an H100 with chunks of 2,048 tokens, 1.5 s with 4,096 and 1.3 s with 8,192.
+
+    Args:
+        boundaries: of a sweep of stages, the bytes of values passed between parts, which are there with any budget.
+            Where nothing was kept, chunks of 2,048 tokens took 6.0 s on an H200, of which the GPU worked 1.4; with few
+            tokens, such chunks would take most of the memory. None: a sweep of chunks.
     """
-    least, *larger = CHUNK_SIZES
-    allowed = max(CHUNK_SHARE * budget, BOUNDARY_SHARE * boundaries)
-    return least, *(size for size in larger if size <= most and size * bytes_per_token <= allowed)
+    allowed = CHUNK_SHARE * budget if boundaries is None else max(CHUNK_SHARE * budget, BOUNDARY_SHARE * boundaries)
+    usual, *larger = CHUNK_SIZES
+    smaller = () if boundaries is None else (size for size in SMALL_CHUNKS if 2 * size * bytes_per_token > allowed)
+    return *smaller, usual, *(size for size in larger if size <= most and size * bytes_per_token <= allowed)
 
 
 class OfMachine(NamedTuple):

@@ -25,7 +25,8 @@ class Footprint:
         kv_token: keys and values of one token, all layers.
         result_token: results of attention (output and log-sum-exps) of one token, all layers; 0: not known.
         working: bytes live while a graph runs, as the largest of several linear functions, by graph: "cache_only",
-            "forward_only", "forward" or "backward" (which includes its own graph, freed as it runs).
+            "forward_only", "forward" or "backward" (which includes its own graph, freed as it runs); "first_backward":
+            the same, and sums of parameter gradients as their first summands arrive.
         state: running states of all recurrent layers at one depth; 0: the model has none. Gradients of states count
             the same, so give their size where they are wider (at least float32).
     """
@@ -110,31 +111,31 @@ def bytes_of_halves(
         ]
         return max(first for first, _ in peaks), carried + max(map(max, peaks))
     # By footprint and ops: peaks of both halves, and bytes kept between them.
-    known: dict[tuple[int, int], tuple[float, float, float]] = {}
+    known: dict[tuple[int, int, float], tuple[float, float, float]] = {}
     first = second = held = 0.0
     for number, part in enumerate(parts):
         footprint, sent = part.footprint, part.sent * tree.num_rows
         run = schedule.of_part(number)
-        key = id(footprint), id(run.ops)
+        key = id(footprint), id(run.ops), part.sums
         if key not in known:
-            known[key] = _halves(tree, run, footprint, head_starts)
+            known[key] = _halves(tree, run, footprint, head_starts, part.sums)
         forward, backward, left = known[key]
         stack = footprint.kv_token * stack_tokens
         first = max(first, held + stack + forward + sent + part.gathered[0])
         # The second half runs the parts in reverse: later parts are freed, and gradients of sent values are here.
-        here = 2 * stack + part.sums + part.returned + part.gathered[1]
+        here = 2 * stack + part.returned + part.gathered[1]
         second = max(second, held + here + backward + 2 * sent)
         held += sent + (left if len(parts) > 1 else 0.0)
     return first, second
 
 
 def _halves(
-    tree: PrefixTree, schedule: Schedule, footprint: Footprint, head_starts: IntArray | None
+    tree: PrefixTree, schedule: Schedule, footprint: Footprint, head_starts: IntArray | None, sums: float
 ) -> tuple[float, float, float]:
     """Return the peak bytes of one part in the first half and from the first attach on, and those kept between."""
-    live = list(bytes_by_op(tree, schedule, footprint, head_starts))
+    live = list(bytes_by_op(tree, schedule, footprint, head_starts, sums))
     middle = next((n for n, op in enumerate(schedule.ops) if isinstance(op, Attach)), len(live))
-    first, second = (max((of_op.peak for of_op in half), default=0.0) for half in (live[:middle], live[middle:]))
+    first, second = (max((of_op.peak for of_op in half), default=sums) for half in (live[:middle], live[middle:]))
     return first, second, live[middle].kept if middle < len(live) else 0.0
 
 
@@ -151,15 +152,29 @@ class LiveBytes(NamedTuple):
 
 
 def bytes_by_op(
-    tree: PrefixTree, schedule: Schedule, footprint: Footprint, head_starts: IntArray | None = None
+    tree: PrefixTree,
+    schedule: Schedule,
+    footprint: Footprint,
+    head_starts: IntArray | None = None,
+    sums: float = 0.0,
 ) -> Iterator[LiveBytes]:
-    """Yield the live bytes during and after every op of a legal schedule."""
-    kept = 0.0
+    """Yield the live bytes during and after every op of a legal schedule.
+
+    Args:
+        sums: sums of parameter gradients: from the first backward on, or if it is not known how they begin in it, from
+            the second half on.
+    """
+    kept = begun = 0.0
     for event in interpret(tree, schedule, head_starts):
-        before, running = kept, footprint.while_running(event.op.graph, event.work)
+        graph, before, in_sums = event.op.graph, kept, begun
         kept = footprint.graph_token * event.held.live + footprint.graph_head * event.heads
         kept += footprint.kv_token * event.held.stored + footprint.result_token * event.results
-        if event.op.graph == "backward":  # its working memory includes its graph
-            before = kept
+        if graph == "backward":  # its working memory includes its graph
+            before, begun = kept, sums
+            if "first_backward" in footprint.working and in_sums < sums:
+                graph = "first_backward"
+        elif isinstance(event.op, Attach) and "first_backward" not in footprint.working:
+            in_sums = begun = sums
+        running = footprint.while_running(graph, event.work)
         in_states = footprint.state * (event.states + event.state_gradients)
-        yield LiveBytes(kept, max(before + running, kept) + in_states, event.held)
+        yield LiveBytes(kept, max(before + running, kept) + in_sums + in_states, event.held)

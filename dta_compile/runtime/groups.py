@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dta_compile.executable.chunk import Part
+from dta_compile.ops.products import AnySum, Sum
 from dta_compile.runtime.calls.planned_call import PlannedCall
 from dta_compile.runtime.calls.schedule_buffers import output_buffers
 from dta_compile.runtime.rows.buffers import AllRows, RowBuffer
@@ -47,7 +48,7 @@ class GroupSweep:
         self.first = next((number for number, part in enumerate(call.parts) if part.graphs.differentiated), 0)
         self.grads: Gradients = ()
         self.group: GroupRun | None = None
-        self.sums: dict[int, list[torch.Tensor | None]] = {}
+        self.sums: dict[int, list[AnySum | None]] = {}
 
     def outputs(self) -> list[torch.Tensor | None]:
         """Run the forward of all groups; return the dense frontier values."""
@@ -102,9 +103,9 @@ class GroupSweep:
         for i, sources, total in zip(graphs.grad_parameters, graphs.grad_sources, totals, strict=True):
             is_reduced = self.layers is not None and self.layers.has(parameter := parameters[i])
             sums.append(None if is_reduced else total)
-            if is_reduced and total is not None and sources & run.reached:
-                total = total.to(parameter.dtype)
-                parameter.grad = total if parameter.grad is None else parameter.grad + total
+            if is_reduced and isinstance(total, Sum) and sources & run.reached:
+                gradient = total.taken()
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 class GroupRun:

@@ -200,9 +200,7 @@ class Stream:
             if executor.path.fillers:
                 executor.path.require_hidden()
             call.record(executor)
-            gradients = finished_gradients(
-                executor.joint, totals, parameters, rows.used, copy=executor.lease is not None
-            )
+            gradients = finished_gradients(executor.joint, totals, parameters, rows.used)
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 if gradient is not None:
                     rows.gradients.add(parameter, gradient)

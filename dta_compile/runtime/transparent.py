@@ -15,6 +15,7 @@ import torch
 
 from dta_compile.errors import RuntimeContractError
 from dta_compile.executable.executable import FrontierValue
+from dta_compile.ops.products import AnySum
 from dta_compile.plan import Op
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.runtime.calls.executor import Executor
@@ -69,7 +70,7 @@ class TreeRun:
         self.is_first, self.is_last, self.used = is_first, number + 1 == len(call.parts), used
         self.executor: Executor | None = None
         self.backward_half: Sequence[Op] = ()
-        self.sums: Sequence[torch.Tensor | None] | None = None
+        self.sums: Sequence[AnySum | None] | None = None
         self.leaves_sums, self.reached = False, set[int]()
 
     def is_differentiable(self, position: int) -> bool:
@@ -182,7 +183,7 @@ class TreeRun:
         if self.leaves_sums:
             self.sums = totals
             return [grad for chunk in self.chunks for grad in of_received.get(chunk, nothing)]
-        of_parameters = finished_gradients(joint, totals, parameters, used, copy=lease is not None)
+        of_parameters = finished_gradients(joint, totals, parameters, used)
         return [*(grad for chunk in self.chunks for grad in of_received.get(chunk, nothing)), *of_parameters]
 
 

@@ -48,6 +48,7 @@ def _accumulate(module: fx.GraphModule, are_parameters: Sequence[bool]) -> None:
     for gradient, accumulator in zip(added, accumulators, strict=True):
         value = gradient.meta["val"]
         accumulator.meta["val"] = value.new_empty(value.shape, dtype=statistics_dtype(value.dtype))
+        accumulator.meta["gradient"] = value.dtype
         parts += [(part, accumulator) for part in _summands(gradient)]
     in_heads = _add_in_heads(graph, parts)
     for part, accumulator in parts:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -23,10 +24,12 @@ from dta_compile.ops.lm_head import operators as head_operators
 from dta_compile.ops.products import ADD_PRODUCT
 from dta_compile.passes.chunk_bytes import Bytes, ChunkSizes, Peaks, total
 from dta_compile.passes.contracts import contract
+from dta_compile.passes.gradients.sums import adds_first, is_accumulator
 from dta_compile.passes.graphs.nodes import is_item
 from dta_compile.passes.graphs.operators import MAYBE_COPIES, is_tagged_pointwise
-from dta_compile.passes.graphs.storage import Storage, last_uses, storages, view_source
+from dta_compile.passes.graphs.storage import Storage, last_uses, owner, storages, view_source
 from dta_compile.passes.program import Program, has_tensor
+from dta_compile.passes.stage_graphs import StageGraphs
 
 
 @contract(rewrites=["stages"])
@@ -40,17 +43,24 @@ def working_memory(program: Program) -> None:
             known[key] = peaks_of(module.graph, sizes, frees_inputs=key[1])
         return known[key]
 
-    kinds = [
-        dataclasses.replace(kind, working={name: peaks(name, module) for name, module in kind.graphs.items()})
-        for kind in program.stages.kinds
-    ]
-    program.stages = dataclasses.replace(program.stages, kinds=tuple(kinds))
+    def filled(kind: StageGraphs) -> StageGraphs:
+        working, sums = {name: peaks(name, module) for name, module in kind.graphs.items()}, {}
+        if kind.backward is not None:
+            graph = kind.backward.graph
+            sums = {node: _bytes_of_sum(node, sizes) for node in graph.nodes if is_accumulator(node)}
+            working["first_backward"] = peaks_of(graph, sizes, frees_inputs=True, sums=sums)
+        return dataclasses.replace(kind, working=working, sums=tuple(sums.values()))
+
+    program.stages = dataclasses.replace(program.stages, kinds=tuple(map(filled, program.stages.kinds)))
 
 
-def peaks_of(graph: fx.Graph, sizes: ChunkSizes, frees_inputs: bool = False) -> Peaks:
+def peaks_of(
+    graph: fx.Graph, sizes: ChunkSizes, frees_inputs: bool = False, sums: Mapping[fx.Node, Bytes] = MappingProxyType({})
+) -> Peaks:
     """Return the peak as a maximum of linear functions; results of the graph count from their allocation to the end.
 
-    With `frees_inputs`, inputs whose size depends on the chunk count until their last use.
+    With `frees_inputs`, inputs whose size depends on the chunk count until their last use. Accumulators in `sums` count
+    from their first use to the end.
     """
     nodes = [node for node in graph.nodes if node.op != "placeholder"]
     dying: dict[fx.Node, list[Storage]] = {}
@@ -59,15 +69,37 @@ def peaks_of(graph: fx.Graph, sizes: ChunkSizes, frees_inputs: bool = False) -> 
     live: dict[Storage, Bytes] = dict(_inputs(graph)) if frees_inputs else {}
     allocated = total(live.values())
     peaks: list[Bytes] = [allocated]
+    begun: dict[Storage, Bytes] = {}
     for node in nodes:
-        new = dict(_allocations(node, sizes))
+        first = {(arg, 0): sums[arg] for arg in node.all_input_nodes if arg in sums and (arg, 0) not in begun}
+        begun |= first
+        new = dict(_allocations(node, sizes)) | first
         live |= new
         allocated = allocated.plus(total(new.values()))
-        for scratch in _scratch(node, sizes):
+        for scratch in [Bytes()] if _begins_by(node, sums) else _scratch(node, sizes):
             add_peak(peaks, allocated.plus(scratch))
         for storage in dying.get(node, ()):
-            allocated = allocated.minus(live.pop(storage, Bytes()))
+            if storage not in begun:
+                allocated = allocated.minus(live.pop(storage, Bytes()))
     return tuple(peaks)
+
+
+def _begins_by(node: fx.Node, sums: Collection[fx.Node]) -> bool:
+    """Return whether a sum begins with a product, which is not added to zeros."""
+    return node.target is ADD_PRODUCT and owner(node.args[0]) in sums and _is_narrow(owner(node.args[0]))
+
+
+def _is_narrow(accumulator: fx.Node) -> bool:
+    """Return whether a sum is in the parameter's dtype after a first backward: it has one summand."""
+    users = list(accumulator.users)
+    is_one = len(users) == 1 and len(users[0].users) < 2 and adds_first(accumulator, users[0])
+    return is_one and accumulator.meta["val"].device.type == "cpu"
+
+
+def _bytes_of_sum(accumulator: fx.Node, sizes: ChunkSizes) -> Bytes:
+    value = accumulator.meta["val"]
+    narrow = accumulator.meta["gradient"].itemsize / value.dtype.itemsize
+    return sizes.bytes(value).times(narrow if _is_narrow(accumulator) else 1.0)
 
 
 def _inputs(graph: fx.Graph) -> Iterable[tuple[Storage, Bytes]]:

@@ -10,6 +10,7 @@ from dta_compile.executable.chunk import ChunkGraphs, Linear, Stage, StageCode
 from dta_compile.executable.code import Code
 from dta_compile.passes.chunk_bytes import Bytes, Peaks, total
 from dta_compile.passes.contracts import contract
+from dta_compile.passes.gradients.sums import with_sums
 from dta_compile.passes.memory.working_memory import add_peak
 from dta_compile.passes.program import Program
 from dta_compile.passes.sealing.parts import parts_of
@@ -35,7 +36,7 @@ def emit(program: Program) -> None:
 def _code_of(kind: StageGraphs) -> StageCode:
     """Return the code of a kind of stage; a graph with several names has one code."""
     code = functools.cache(Code.of)
-    backward = None if kind.backward is None else code(kind.backward, boxed=True)
+    backward = None if kind.backward is None else code(with_sums(kind.backward), boxed=True)
     return StageCode(code(kind.cache_only), code(kind.forward_only), code(kind.forward), backward)
 
 
@@ -157,7 +158,7 @@ class _Emitter:
         """Return the peaks of a whole chunk, by graph."""
         peaks = {name: self._forward_peaks(name) for name in ("cache_only", "forward_only", "forward")}
         if self.chunk.differentiated:
-            peaks["backward"] = self._backward_peaks()
+            peaks |= {name: self._backward_peaks(name) for name in ("backward", "first_backward")}
         return {name: tuple((*map(float, part),) for part in parts) for name, parts in peaks.items()}  # type: ignore[misc]
 
     def _forward_peaks(self, name: str) -> Peaks:
@@ -187,10 +188,10 @@ class _Emitter:
                     live.remove(storage[0])
         return tuple(peaks)
 
-    def _backward_peaks(self) -> Peaks:
-        """Return the peaks of the backward: each stage allocates on top of values kept for earlier stages, and of the
-        gradients that these take."""
-        chunk, held, tangents = self.chunk, _Live(), _Live()
+    def _backward_peaks(self, name: str) -> Peaks:
+        """Return the peaks of a backward: each stage allocates on top of values kept for earlier stages, and of the
+        gradients that these take. "first_backward" begins the sums of parameter gradients, which stay."""
+        chunk, held, tangents, sums = self.chunk, _Live(), _Live(), _Live()
         stages = list(zip(chunk.of_kinds(), chunk.kept_of_stages, strict=True))
         for value in (value for values in chunk.kept_of_stages for value in values):
             held.add(value.memory, value.bytes)
@@ -205,8 +206,13 @@ class _Emitter:
             handed = total({value.memory: value.bytes for value in values}.values())  # counted in the stage's peak
             for i in kind.differentiated:
                 tangents.remove(("slot", stage.writes[i]))
-            others = held.total.minus(handed).plus(tangents.total)
-            for peak in kind.working["backward"]:
+            of_stage: list[Memory] = (
+                [("slot", stage.reads[i]) for i in kind.parameters] if name == "first_backward" else []
+            )
+            for own in of_stage:
+                sums.remove(own)
+            others = held.total.minus(handed).plus(tangents.total).plus(sums.total)
+            for peak in kind.working[name]:
                 add_peak(peaks, others.plus(peak))
             uses.subtract(handed_over)
             for memory in handed_over:
@@ -215,6 +221,8 @@ class _Emitter:
             for i in kind.gradients:
                 if i not in kind.parameters:
                     tangents.add(("slot", stage.reads[i]), self._gradient(stage.reads[i]))
+            for own, size in zip(of_stage, kind.sums, strict=False):
+                sums.add(own, size)
         return tuple(peaks)
 
     def _gradient(self, slot: int) -> Bytes:

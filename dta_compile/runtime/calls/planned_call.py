@@ -24,6 +24,7 @@ from dta_compile.executable.pieces import NO_CODES, Codes
 from dta_compile.integrations.checkpoint_flags import is_hidden
 from dta_compile.integrations.fully_shard import bytes_of_running
 from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.options import CHUNK_TOKENS
 from dta_compile.plan import Footprint, Limits, PartBytes, Plan, bytes_of_halves, make_plan
 from dta_compile.plan.cost import BY_STAGES, chunk_sizes
 from dta_compile.plan.schedule import Anchor, Backward, Forward
@@ -408,7 +409,9 @@ def _by_stages(call: Call, parts: Sequence[PartBytes], rows: BatchRows) -> tuple
     if budget is None:
         budget = default_budget(call.device, int(max(part.sums for part in parts) + boundary_bytes))
     widest = max(part.footprint.graph_token + part.footprint.graph_head for part in parts)
-    return budget, chunk_sizes(budget, widest, BY_STAGES, boundary_bytes)
+    sizes = chunk_sizes(budget, widest, BY_STAGES, boundary_bytes)
+    # A host that computes by itself loses little by small chunks.
+    return budget, sizes[:1] if call.device.type == "cpu" and sizes[0] < CHUNK_TOKENS else sizes
 
 
 def _runs_generated(call: Call) -> bool:

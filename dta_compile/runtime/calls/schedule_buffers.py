@@ -15,6 +15,7 @@ import torch
 from dta_compile.executable.chunk import ChunkGraphs
 from dta_compile.executable.executable import FrontierValue
 from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.ops.products import AnySum, Sum
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.runtime.replay.lease import Lease
 from dta_compile.runtime.rows.buffers import AllRows, RowBuffer, Rows, next_to_zero
@@ -35,7 +36,7 @@ class ScheduleBuffers:
 
     outputs: Sequence[RowBuffer | None] = ()
     gradients: Sequence[RowBuffer | None] = ()
-    accumulators: Sequence[torch.Tensor] = ()
+    accumulators: Sequence[AnySum] = ()
     active: npt.NDArray[np.bool_] | None = None
     received: Mapping[Chunk, Sequence[torch.Tensor]] = dataclasses.field(default_factory=dict)
     sent: dict[Chunk, Sequence[torch.Tensor]] = dataclasses.field(default_factory=dict)
@@ -94,18 +95,18 @@ def accumulators(
     joint: ChunkGraphs,
     parameters: Sequence[torch.Tensor],
     lease: Lease | None,
-    begun: Sequence[torch.Tensor | None] | None = None,
-) -> list[torch.Tensor]:
-    """Allocate zeroed sums for the parameters with a gradient, in at least float32.
+    begun: Sequence[AnySum | None] | None = None,
+) -> list[AnySum]:
+    """Return sums for the parameters with a gradient; zeroed tensors if their addresses have to stay.
 
     Args:
         joint: graphs whose first inputs are `parameters`.
         begun: sums to go on with, None for those that begin at zero.
     """
     if lease is not None:
-        return lease.accumulators(parameters, joint.grad_parameters)
+        return [*lease.accumulators(parameters, joint.grad_parameters)]
     return [
-        torch.zeros_like(parameters[i], dtype=statistics_dtype(parameters[i].dtype)).detach() if sums is None else sums
+        Sum(parameters[i]) if sums is None else sums
         for i, sums in zip(joint.grad_parameters, begun or [None] * len(joint.grad_parameters), strict=True)
     ]
 
@@ -123,18 +124,18 @@ def rows_with_gradient(
 
 
 def finished_gradients(
-    joint: ChunkGraphs, totals: list[torch.Tensor], parameters: Sequence[torch.Tensor], used: set[int], copy: bool
+    joint: ChunkGraphs, totals: list[AnySum], parameters: Sequence[torch.Tensor], used: set[int]
 ) -> list[torch.Tensor | None]:
     """Cast the sums to the gradients of all parameters; None, not zero, if no `used` result depends on the parameter.
 
     Args:
         totals: accumulators; the list is emptied, so that each is freed before the next one is cast.
-        copy: copy sums even if the dtype is the same, because their memory is reused.
     """
     gradients: list[torch.Tensor | None] = [None] * len(parameters)
     totals.reverse()
     for i, sources in zip(joint.grad_parameters, joint.grad_sources, strict=True):
         total = totals.pop()
         if sources & used:
-            gradients[i] = total.to(parameters[i].dtype, copy=copy)
+            # Tensors are copied, because their memory is reused.
+            gradients[i] = total.taken() if isinstance(total, Sum) else total.to(parameters[i].dtype, copy=True)
     return gradients

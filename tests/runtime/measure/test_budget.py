@@ -25,6 +25,12 @@ def test_chunks_are_larger_where_there_is_room(budget, bytes_per_token, expected
     assert chunk_sizes(budget, bytes_per_token) == expected
 
 
+def test_chunks_are_smaller_where_their_activations_would_be_no_small_share_of_what_is_held():
+    by_boundaries = {2**32: (2048, 4096, 8192), 2**30: (2048,), 2**29: (1024, 2048), 2**25: (256, 512, 1024, 2048)}
+    assert {size: chunk_sizes(0, 2**17, boundaries=size) for size in by_boundaries} == by_boundaries
+    assert chunk_sizes(2**30, 2**17, boundaries=0) == (2048,)
+
+
 def test_the_plan_says_how_large_chunks_are(monkeypatch):
     monkeypatch.setattr(planned_call, "chunk_sizes", lambda *_: (7,))
     compiled = torch.compile(TinyLM(layers=1), backend="dta")

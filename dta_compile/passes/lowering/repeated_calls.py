@@ -119,10 +119,10 @@ class _Arguments:
         if node not in self.nodes:  # a call may read a tensor twice
             self.nodes.append(node)
             self.tensors.append(value)
-        return self.nodes.index(node), _facts(value)
+        return self.nodes.index(node), facts_of(value)
 
 
-def _facts(value: torch.Tensor) -> Hashable:
+def facts_of(value: torch.Tensor) -> Hashable:
     sizes = (*value.shape, *value.stride(), value.storage_offset())
     numbers = tuple(size if isinstance(size, int) else size.node.expr for size in sizes)
     flags = value.requires_grad, value.is_conj(), value.is_neg(), isinstance(value, torch.nn.Parameter)

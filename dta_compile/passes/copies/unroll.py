@@ -146,7 +146,8 @@ class Unrolled:
         found = [layer for stage, _ in self.traced[self.first : self.first + 2 * self.count] for layer in stage.layers]
         after = [layer.chooser for layer in layers[stop:] if isinstance(layer, AttentionLayer)]
         return (
-            sorted(found) == list(range(start, stop + number))
+            number > 0
+            and sorted(found) == list(range(start, stop + number))
             and all(chooser is None or chooser >= start for chooser in after)
             and all(moved(one, number) == other for one, other in zip(layers[start:stop], layers[stop:], strict=False))
         )
@@ -179,12 +180,12 @@ def all_parameters(program: Program) -> tuple[Input, ...]:
 
 
 def times_of(program: Program) -> Callable[[fx.Node], int]:
-    """Return how often a node of the lowered graph stands in that of all copies."""
-    copy = program.copied_mixers
-    if not copy or program.folding is None:
-        return lambda node: 1
-    nodes, inside = list(program.graph.nodes), set[fx.Node]()
-    bounds = program.mixer_nodes[copy.start], program.mixer_nodes[copy.stop]
-    inside.update(nodes[nodes.index(bounds[0]) : nodes.index(bounds[1])])
-    times = 1 + program.folding.left_out
+    """Return how often a node of the lowered graph, or one that a pass has erased from it, stands in that of all
+    copies."""
+    copy, times, inside = program.copied_mixers, 1, set[fx.Node]()
+    if program.folding is not None:
+        times += program.folding.left_out
+        first, after = program.mixer_nodes[copy.start], program.mixer_nodes[copy.stop]
+        for nodes in (list(program.values), list(program.graph.nodes)):  # in order; one has those that are new, too
+            inside.update(nodes[nodes.index(first) : nodes.index(after)])
     return lambda node: times if node in inside else 1

@@ -205,14 +205,11 @@ def _written(program: Program) -> tuple[Written, ...]:
 def _regions(program: Program) -> dict[str, int]:
     operators = [node for node in program.graph.nodes if node.op not in ("placeholder", "output") and has_tensor(node)]
     dense = [node for node in operators if node not in program.parameter_dependent]
-    times, counted = times_of(program), (operators, dense, program.region, program.trunk)
-    every, dense_ones, region, trunk = (sum(map(times, nodes)) for nodes in counted)
-    return {
-        "prologue": dense_ones,
-        "trunk": trunk,
-        "head": region - trunk,
-        "epilogue": every - dense_ones - region,
-    }
+    times = times_of(program)  # copies share what they compute from inputs
+    learned, region, trunk = (
+        sum(map(times, nodes)) for nodes in (set(operators) - set(dense), program.region, program.trunk)
+    )
+    return {"prologue": len(dense), "trunk": trunk, "head": region - trunk, "epilogue": learned - region}
 
 
 aten = torch.ops.aten

@@ -5,7 +5,7 @@ stretch of nodes that equals itself, moved by one period: the same calls with th
 
 * the same values from before, such as tables of positions; or
 * values that lie one period apart, at most one period back: the hidden state; or
-* parameters that are alike, of which the n-th copy reads the n-th.
+* parameters or buffers that are alike, of which the n-th copy reads the n-th.
 
 Where a period begins is arbitrary: it is a layer, or the second half of one with the first half of the next. What a
 period computes from values with equal properties has equal properties, so what holds for two neighbouring copies with
@@ -48,7 +48,7 @@ class _Copies:
         self.inputs = {node: i for i, node in enumerate(module.graph.find_nodes(op="placeholder"))}
         self.reads: list[list[fx.Node]] = []
         self.calls = [self._call(node) for node in self.nodes]
-        self.parameters = {node: _parameter(node) for node in self.inputs}
+        self.weights = {node: _weight(node) for node in self.inputs}
 
     def found(self) -> tuple[fx.GraphModule, Folding] | None:
         """Leave copies out of the longest run around the middle of the graph, if that is most of it."""
@@ -74,7 +74,7 @@ class _Copies:
         own, others = self.reads[i], self.reads[i + period]
         return self.calls[i] == self.calls[i + period] and all(
             one is other
-            or (one in self.inputs and self.parameters[one] == self.parameters.get(other) is not None)
+            or (one in self.inputs and self.weights[one] == self.weights.get(other) is not None)
             or (one in self.position and self.position[one] + period == self.position.get(other) >= i)
             for one, other in zip(own, others, strict=True)
         )
@@ -114,7 +114,7 @@ class _Copies:
         return module, Folding(tuple(tuple(map(self.inputs.__getitem__, chain)) for chain in chains), left_out)
 
     def _chains(self, period: int, first: int, stop: int) -> list[list[fx.Node]] | None:
-        """Return the parameters that copies read one after the other; None if copies share some in another way."""
+        """Return the weights that copies read one after the other; None if copies share some in another way."""
         following: dict[fx.Node, fx.Node] = {}
         for i in range(first, stop - period):
             for one, other in zip(self.reads[i], self.reads[i + period], strict=True):
@@ -127,7 +127,13 @@ class _Copies:
         for chain in chains:
             while chain[-1] in following:
                 chain.append(following[chain[-1]])
-        return chains
+        learned = {node for node in self.inputs if _is_parameter(node)}
+        for node in self.nodes:
+            if not learned.isdisjoint(node.all_input_nodes):
+                learned.add(node)
+        buffers = (node for chain in chains for node in chain if not _is_parameter(node))
+        # Chunks read such buffers themselves. What is computed from others is computed before, for each copy anew.
+        return chains if all(learned.issuperset(node.users) for node in buffers) else None
 
     def _call(self, node: fx.Node) -> Hashable:
         """What a node calls, equal for equal calls; the nodes that it reads are appended to `reads`."""
@@ -173,10 +179,14 @@ def _body(module: fx.GraphModule, node: fx.Node) -> Hashable:
     return tuple(rows), tuple(sorted((key, id(value)) for key, value in body.meta.items() if key.startswith("_")))
 
 
-def _parameter(node: fx.Node) -> Hashable:
-    """Return the properties of a parameter; None for other inputs."""
-    example = getattr(node.meta.get("grapharg"), "example", None)
-    value = node.meta.get("example_value")
-    if not isinstance(value, torch.Tensor) or not isinstance(example if example is not None else value, torch.nn.Parameter):
+def _weight(node: fx.Node) -> Hashable:
+    """Return the properties of a parameter or buffer; None for other inputs."""
+    value, is_parameter = node.meta.get("example_value"), _is_parameter(node)
+    if not isinstance(value, torch.Tensor) or (value.requires_grad and not is_parameter):
         return None
-    return type(value), facts_of(value)
+    return (is_parameter, type(value), facts_of(value)) if all(isinstance(size, int) for size in value.shape) else None
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    example = getattr(node.meta.get("grapharg"), "example", None)
+    return isinstance(node.meta.get("example_value") if example is None else example, torch.nn.Parameter)

@@ -17,7 +17,7 @@ from dta_compile.executable.layouts import Input
 from dta_compile.passes.gradients.stage_traces import Segment, StageTrace
 from dta_compile.passes.program import Program, output_node
 
-Value = Hashable  # of the chunk: the index of a parameter, or a node, of a copy with the number of the copy
+Value = Hashable  # of the chunk: the index of a weight, or a node, of a copy with the number of the copy
 
 
 class NotRepeated(Exception):
@@ -49,8 +49,10 @@ class Unrolled:
         places = {index: (chain, i) for chain in chains for i, index in enumerate(chain)}
         inputs = graph.find_nodes(op="placeholder")
         specs = program.region_parameters
-        self.parameters: dict[fx.Node, int] = {node: spec.index for node, spec in zip(inputs, specs, strict=False)}
-        self.places = {node: places[index] for node, index in self.parameters.items() if index in places}
+        index = {node: i for i, node in enumerate(program.placeholders)}
+        whole = *(spec.index for spec in specs), *(index.get(node) for node in program.constant_inputs)
+        self.weights = {node: i for node, i in zip(inputs, whole, strict=False) if i is not None}
+        self.places = {node: places[i] for node, i in self.weights.items() if i in places}
         self.first, self.count = self._copy(program) if self.folding else (len(traced), 0)
         self.times = self.folding.left_out if self.folding else 0
         layers = [layer for stage, _ in traced[self.first : self.first + self.count] for layer in stage.layers]
@@ -59,7 +61,7 @@ class Unrolled:
         if self.folding and (is_once or not self._are_mixers_equal(program.mixers)):
             raise NotRepeated
         self.inputs: list[Value] = [spec.index for spec in all_parameters(program)]
-        self.inputs += list(inputs)[len(specs) :]
+        self.inputs += [self.weights.get(node, node) for node in list(inputs)[len(specs) :]]
         self.outputs = [self._at_end(node) for node in output_node(graph).args[0]]
 
     def stages(self) -> Iterator[PlacedStage]:
@@ -87,7 +89,7 @@ class Unrolled:
             if node in self.places:
                 chain, i = self.places[node]
                 return chain[i + copy]
-            return self.parameters.get(node, read(node))
+            return self.weights.get(node, read(node))
 
         layers = tuple(layer + copy * len(self.mixers) for layer in segment.layers)
         return PlacedStage(trace, layers, tuple(map(value, segment.inputs)), tuple(map(write, segment.outputs)))
@@ -105,8 +107,8 @@ class Unrolled:
 
     def _at_end(self, node: fx.Node) -> Value:
         """What stages behind the copies read."""
-        if node in self.parameters:
-            return self.parameters[node]
+        if node in self.weights:
+            return self.weights[node]
         stage, _ = self.written.get(node, (-1, 0))
         return (node, self.times) if self.first <= stage < self.first + self.count else node
 

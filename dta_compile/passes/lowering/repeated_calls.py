@@ -202,11 +202,22 @@ def merge_equal_values(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
     """Merge common subexpressions, except values that depend on `parameters` and owners of the graph's results, whose
     memory is the caller's."""
     excluded = descendants(graph, parameters) | {owner(value) for value in output_node(graph).all_input_nodes}
+    constants: dict[Hashable, fx.Node] = {}
+    for node in graph.find_nodes(op="get_attr"):
+        node.replace_all_uses_with(constants.setdefault(_constant(node), node))
     first = First(excluded | {node for node in graph.nodes if not _is_pure(node)})
     for node in list(graph.nodes):
         if node.op == "call_function" and (same := first.like(node)) is not node:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
+
+
+def _constant(node: fx.Node) -> Hashable:
+    """Return a key that is equal for constants with the same number: layers make their own."""
+    value = getattr(node.graph.owning_module, str(node.target), None)
+    if type(value) is not torch.Tensor or value.dim() or value.device.type != "cpu":
+        return node
+    return value.dtype, repr(value.item())
 
 
 def _is_pure(node: fx.Node) -> bool:

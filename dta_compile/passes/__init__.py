@@ -87,7 +87,7 @@ def run_passes(
 ) -> Program:
     """Run passes in order, and check the program's invariants after each.
 
-    They run over a program with few of its copies of a layer if that can be unrolled (`copies`), which is returned then.
+    They run over a program with few of its equal layers if that can be unrolled (`copies`), and return that one.
 
     `DTA_DEBUG=<directory>` writes the program's listing after every pass to a folder there.
 

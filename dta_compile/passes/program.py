@@ -71,7 +71,7 @@ class Folding:
     """Copies of layers that a captured graph was left without, see `copies.fold`.
 
     Attributes:
-        chains: indices of the parameters and buffers that copies read one after the other, those left out among them: the last.
+        chains: indices of the parameters and buffers that copies read one after the other, with those left out.
         left_out: number of copies that are left out.
     """
 

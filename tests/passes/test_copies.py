@@ -5,11 +5,11 @@ import re
 
 import pytest
 import torch
-from torch import nn
 
 from dta_compile import passes
+from dta_compile.passes.copies.fold import fold
 from dta_compile.passes.sealing.seal import seal
-from tests.support.tiny import SMALL_CHUNKS, Block, TinyLM, after, assert_same, shared_ids, weighted
+from tests.support.tiny import SMALL_CHUNKS, TinyLM, after, assert_same, shared_ids, weighted
 
 LAYERS = 7
 
@@ -74,43 +74,51 @@ class Borrowed(TinyLM):
         return super().mix(x, pairs) @ self.blocks[0].out.weight
 
 
-MODELS = {
-    "alike": (lambda: TinyLM(layers=LAYERS), 1),
-    "alternating": (lambda: Alternating(layers=2 * LAYERS), 2),
-    "written over": (lambda: WrittenOver(layers=LAYERS), 1),
-    "scaled differently": (lambda: ScaledDifferently(layers=LAYERS), 0),
-    "all states": (lambda: AllStates(layers=LAYERS), 0),
-    "one shared": (lambda: OneShared(LAYERS), 0),
-    "frozen": (lambda: Frozen(LAYERS), 0),
-    "borrowed": (lambda: Borrowed(layers=LAYERS), 0),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_executable_of_a_few_copies_is_that_of_all(name, monkeypatch):
+@pytest.fixture
+def compiled(monkeypatch):
+    """Compile a model with another function in place of `run_passes`."""
     torch.compiler.reset()
-    build, mixers = MODELS[name]
-    model, found, run_passes = build(), [], passes.run_passes
+
+    def compile_with(model, function):
+        monkeypatch.setattr("dta_compile.program_cache.cache.run_passes", function)
+        options = {**SMALL_CHUNKS, "codegen": "eager", "cache_dir": "off"}
+        return torch.compile(model, backend="dta", options=options, fullgraph=True)
+
+    return compile_with
+
+
+@pytest.mark.parametrize(("model", "mixers"), [(Alternating, 2), (WrittenOver, 1)])
+def test_executable_of_a_few_copies_is_that_of_all(model, mixers, compiled):
+    model, found, run_passes = model(layers=LAYERS * mixers), [], passes.run_passes
 
     def both(program, skip=()):
         whole = passes._run(dataclasses.replace(program, timings={}), passes.PASSES, skip, None)
         found.append((whole, program := run_passes(program, skip=skip)))
         return program
 
-    monkeypatch.setattr("dta_compile.program_cache.cache.run_passes", both)
-    options = {**SMALL_CHUNKS, "codegen": "eager", "cache_dir": "off"}
-    compiled, ids = torch.compile(model, backend="dta", options=options, fullgraph=True), shared_ids()
+    run, ids = compiled(model, both), shared_ids()
 
     def step(run):
         outputs = run(ids)
         weighted(outputs).backward()
         return outputs
 
-    assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
+    assert_same(after(model, lambda: step(run)), after(model, lambda: step(model)))
     ((whole, program),) = found
     assert len(program.copied_mixers) == mixers
-    assert (program.folding is not None) == bool(mixers)
     assert _text(program) == _text(whole)
+
+
+@pytest.mark.parametrize("model", [ScaledDifferently, AllStates, OneShared, Frozen, Borrowed])
+def test_layers_that_are_no_copies_are_kept(model, compiled):
+    found = []
+
+    def only_fold(program, skip=()):
+        found.append(fold(program))
+        raise passes.GraphWithoutAttention(None)
+
+    compiled(model(layers=LAYERS), only_fold)(shared_ids())
+    assert found == [None]
 
 
 def _text(program):

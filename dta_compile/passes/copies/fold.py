@@ -85,7 +85,9 @@ class _Copies:
             return None
         moved: dict[fx.Node, fx.Node | None] = {}  # what readers behind the run read in place of a node
         moved |= dict.fromkeys(self.nodes[first : stop - period])
-        moved |= {node: self.nodes[i - left_out * period] for i, node in enumerate(self.nodes[:stop]) if i >= stop - period}
+        moved |= {
+            node: self.nodes[i - left_out * period] for i, node in enumerate(self.nodes[:stop]) if i >= stop - period
+        }
         for chain in chains:
             moved |= {node: chain[i - left_out] if i >= left_out else None for i, node in enumerate(chain)}
         known: dict[fx.Node, fx.Node] = {}
@@ -172,7 +174,9 @@ def _body(module: fx.GraphModule, node: fx.Node) -> Hashable:
     rows = []
     for inside in number:
         read: list[fx.Node] = []
-        target = _body(body, inside) if inside.op == "get_attr" else None if inside.op == "placeholder" else inside.target
+        target = (
+            _body(body, inside) if inside.op == "get_attr" else None if inside.op == "placeholder" else inside.target
+        )
         if inside.op == "get_attr" and target == inside.target:
             target = id(getattr(body, str(target), None))
         rows.append((inside.op, target, _facts((inside.args, inside.kwargs), read), tuple(map(number.get, read))))

@@ -73,7 +73,9 @@ class Unrolled:
             for number in range(self.first, stop):
                 segment, trace = self.traced[number]
                 moved = dict(zip(segment.inputs, self.traced[number + self.count][0].inputs, strict=True))
-                yield self._placed(segment, trace, copy, self._read_in(copy, moved), lambda node, copy=copy: (node, copy))
+                yield self._placed(
+                    segment, trace, copy, self._read_in(copy, moved), lambda node, copy=copy: (node, copy)
+                )
         for segment, trace in self.traced[stop:]:
             yield self._placed(segment, trace, self.times, self._at_end, lambda node: node)
 

@@ -53,9 +53,7 @@ def joint(program: Program) -> None:
     program.training = bool(stages.differentiated)
 
 
-def _connected(
-    program: Program, traced: Unrolled, candidates: Sequence[int], sizes: ChunkSizes
-) -> ChunkStages:
+def _connected(program: Program, traced: Unrolled, candidates: Sequence[int], sizes: ChunkSizes) -> ChunkStages:
     """Assign slots to the values that stages read and write. Of the `candidates` for differentiation, those that depend
     on trained parameters are differentiated."""
     slots = {value: i for i, value in enumerate(traced.inputs)}

@@ -215,9 +215,9 @@ def merge_equal_values(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
 def _constant(node: fx.Node) -> Hashable:
     """Return a key that is equal for constants with the same number: layers make their own."""
     value = getattr(node.graph.owning_module, str(node.target), None)
-    if type(value) is not torch.Tensor or value.dim() or value.device.type != "cpu":
+    if type(value) is not torch.Tensor or value.numel() != 1 or value.device.type != "cpu":
         return node
-    return value.dtype, repr(value.item())
+    return value.dtype, value.shape, value.stride(), repr(value.item())
 
 
 def _is_pure(node: fx.Node) -> bool:

@@ -39,7 +39,6 @@ from dta_compile.passes.chunk.chunk_graph import chunk_graph
 from dta_compile.passes.chunk.lm_head import lm_head
 from dta_compile.passes.contracts import Pass
 from dta_compile.passes.copies.fold import fold
-from dta_compile.passes.copies.unroll import NotRepeated
 from dta_compile.passes.cuts.dense_graphs import dense_graphs
 from dta_compile.passes.cuts.head_rows import head_rows
 from dta_compile.passes.cuts.other_batches import other_batches
@@ -49,6 +48,7 @@ from dta_compile.passes.fusion.codegen import codegen
 from dta_compile.passes.fusion.host_calls import host_calls
 from dta_compile.passes.gradients.accumulate import accumulate
 from dta_compile.passes.gradients.joint import joint
+from dta_compile.passes.gradients.unroll import NotRepeated
 from dta_compile.passes.lowering.lower import lower
 from dta_compile.passes.masks.mixers import mixers
 from dta_compile.passes.memory.in_place import in_place

@@ -75,7 +75,7 @@ class _Copies:
         return self.calls[i] == self.calls[i + period] and all(
             one is other
             or (one in self.inputs and self.weights[one] == self.weights.get(other) is not None)
-            or (one in self.position and self.position[one] + period == self.position.get(other) >= i)
+            or (one in self.position and self.position[one] + period == self.position.get(other, -1) >= i)
             for one, other in zip(own, others, strict=True)
         )
 

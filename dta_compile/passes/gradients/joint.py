@@ -16,9 +16,9 @@ from dta_compile.errors import RefusalError
 from dta_compile.passes.chunk.chunk_graph import chunk_device, fake_inputs, free_sizes
 from dta_compile.passes.chunk_bytes import Bytes, ChunkSizes, total
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.copies.unroll import Unrolled
 from dta_compile.passes.gradients.partition import backward_graph, choose_saved, forward_graph
 from dta_compile.passes.gradients.stage_traces import Segment, StageTrace, states_of, traced_stages
+from dta_compile.passes.gradients.unroll import Unrolled
 from dta_compile.passes.graphs.storage import owner
 from dta_compile.passes.program import Program
 from dta_compile.passes.stage_graphs import ChunkStages, KeptValue, Memory, StageGraphs, StageOfChunk

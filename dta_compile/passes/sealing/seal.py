@@ -41,9 +41,9 @@ from dta_compile.ops.feature_tables import TABLE_ROWS
 from dta_compile.ops.library import is_random
 from dta_compile.passes.axes.layouts import is_tensor
 from dta_compile.passes.chunk.chunk_graph import chunk_device
-from dta_compile.passes.copies.unroll import all_mixers, all_parameters, times_of
 from dta_compile.passes.cuts.other_batches import programs_of
 from dta_compile.passes.cuts.row_epilogue import row_dim, row_layout
+from dta_compile.passes.gradients.unroll import all_mixers, all_parameters, times_of
 from dta_compile.passes.graphs.operators import INDEX_ENTRIES, INDEX_EVERY_AXIS, INDEX_ONE_AXIS, SAME_ENTRIES
 from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.program import ChunkInput as LoweredInput

@@ -8,6 +8,7 @@ backward, so that any number of copies may stand between the two.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from torch import fx
@@ -73,9 +74,7 @@ class Unrolled:
             for number in range(self.first, stop):
                 segment, trace = self.traced[number]
                 moved = dict(zip(segment.inputs, self.traced[number + self.count][0].inputs, strict=True))
-                yield self._placed(
-                    segment, trace, copy, self._read_in(copy, moved), lambda node, copy=copy: (node, copy)
-                )
+                yield self._placed(segment, trace, copy, self._read_in(copy, moved), functools.partial(_in_copy, copy))
         for segment, trace in self.traced[stop:]:
             yield self._placed(segment, trace, self.times, self._at_end, lambda node: node)
 
@@ -155,6 +154,10 @@ class Unrolled:
             and all(chooser is None or chooser >= start for chooser in after)
             and all(moved(one, number) == other for one, other in zip(layers[start:stop], layers[stop:], strict=False))
         )
+
+
+def _in_copy(copy: int, node: fx.Node) -> Value:
+    return node, copy
 
 
 def moved(layer: MixerLayer, by: int) -> MixerLayer:

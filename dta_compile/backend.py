@@ -200,7 +200,7 @@ def _for_one_length(
     try:
         with _autograd_of_our_own(), symbol_of_length(env, length) as size:
             program = Program(module, graph.training, options.codegen, graph.own_symbols, length=size)
-            run_passes(program, skip=options.skip_passes)
+            program = run_passes(program, skip=options.skip_passes)
             if not expression(size).free_symbols:  # a pass specialised the size
                 raise why
             return seal(program)

@@ -29,6 +29,7 @@ import pathlib
 import time
 from collections.abc import Collection, Sequence
 
+from dta_compile.errors import RefusalError
 from dta_compile.passes.axes.input_sizes import input_sizes
 from dta_compile.passes.axes.token_axis import token_axis
 from dta_compile.passes.axes.token_rules import register_token_rule
@@ -37,6 +38,7 @@ from dta_compile.passes.between.listing import listing, sign
 from dta_compile.passes.chunk.chunk_graph import chunk_graph
 from dta_compile.passes.chunk.lm_head import lm_head
 from dta_compile.passes.contracts import Pass
+from dta_compile.passes.copies.fold import fold
 from dta_compile.passes.cuts.dense_graphs import dense_graphs
 from dta_compile.passes.cuts.head_rows import head_rows
 from dta_compile.passes.cuts.other_batches import other_batches
@@ -46,6 +48,7 @@ from dta_compile.passes.fusion.codegen import codegen
 from dta_compile.passes.fusion.host_calls import host_calls
 from dta_compile.passes.gradients.accumulate import accumulate
 from dta_compile.passes.gradients.joint import joint
+from dta_compile.passes.gradients.unroll import NotRepeated
 from dta_compile.passes.lowering.lower import lower
 from dta_compile.passes.masks.mixers import mixers
 from dta_compile.passes.memory.in_place import in_place
@@ -84,6 +87,8 @@ def run_passes(
 ) -> Program:
     """Run passes in order, and check the program's invariants after each.
 
+    They run over a program with few of its equal layers if that can be unrolled (`copies`), and return that one.
+
     `DTA_DEBUG=<directory>` writes the program's listing after every pass to a folder there.
 
     Args:
@@ -94,6 +99,15 @@ def run_passes(
         ContractError: a pass breaks its contract or an invariant, which is a bug of ours.
     """
     assert {*skip, stop_after} <= {None, *(step.name for step in PASSES)}, (skip, stop_after)
+    if passes is PASSES and stop_after is None and (folded := fold(program)) is not None:
+        try:
+            return _run(folded, passes, skip, None)
+        except (NotRepeated, RefusalError, GraphWithoutAttention) as error:
+            logger.debug("the passes run over all copies of layers: %s %s", type(error).__name__, error)
+    return _run(program, passes, skip, stop_after)
+
+
+def _run(program: Program, passes: Sequence[Pass], skip: Collection[str], stop_after: str | None) -> Program:
     folder = _new_folder(os.environ.get("DTA_DEBUG"))
     snapshot = Snapshot(program)
     for number, step in enumerate(passes, len(PASSES) - len(passes)):

@@ -68,6 +68,19 @@ class FrontierValue(executable.FrontierValue):
     node: fx.Node
 
 
+@dataclasses.dataclass(frozen=True)
+class Folding:
+    """Copies of layers that a captured graph was left without, see `copies.fold`.
+
+    Attributes:
+        chains: indices of the parameters and buffers that copies read one after the other, with those left out.
+        left_out: number of copies that are left out.
+    """
+
+    chains: tuple[tuple[int, ...], ...]
+    left_out: int
+
+
 @dataclasses.dataclass
 class Program(HasMixers):
     """A captured call and the results of the passes, in pass order; each pass declares the fields that it writes.
@@ -121,14 +134,16 @@ class Program(HasMixers):
     rest: Program | None = None  # replaces an epilogue that has attention over a batch of other sizes
     # joint
     stages: ChunkStages = None  # type: ignore[assignment]
+    copied_mixers: range = range(0)  # the mixers of the copy that stands for those left out
     # emit
     joint: ChunkGraphs = None  # type: ignore[assignment]
     parts: Sequence[Part] = ()
     # Written by `run_passes`: seconds by pass, and the fields that have been filled.
     timings: dict[str, float] = dataclasses.field(default_factory=dict)
-    filled: Set[str] = frozenset({"captured", "training", "codegen", "own_symbols", "length"})
+    filled: Set[str] = frozenset({"captured", "training", "codegen", "own_symbols", "length", "folding"})
     # The symbolic number of tokens of a graph that was captured with a constant one, see `lowering.one_length`.
     length: torch.SymInt | None = None
+    folding: Folding | None = None
 
     @property
     def graph(self) -> fx.Graph:

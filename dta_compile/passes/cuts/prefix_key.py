@@ -19,7 +19,10 @@ from dta_compile.passes.program import ChunkInput, Program, ancestors, where
 
 
 @contract(
-    reads=["module", "values", "input_layouts", "parameter_dependent", "roots", "mixer_nodes", "region", "frontier"],
+    reads=[
+        *("module", "placeholders", "folding", "values", "input_layouts", "parameter_dependent", "roots"),
+        *("mixer_nodes", "region", "frontier"),
+    ],
     fills=["trunk", "trunk_inputs", "head_inputs", "constant_inputs", "trunk_keys", "head_keys"],
 )
 def prefix_key(program: Program) -> None:
@@ -89,6 +92,9 @@ def _constant_inputs(program: Program, nodes: list[fx.Node]) -> list[fx.Node]:
             value = program.input_layouts.get((node, arg), program.values.get(arg))
             if arg not in program.parameter_dependent and isinstance(value, Layout) and not value.labelled:
                 constants[arg] = None
+    for chain in program.folding.chains if program.folding else ():
+        buffers = dict.fromkeys(program.placeholders[index] for index in chain)
+        constants |= {} if constants.keys().isdisjoint(buffers) else buffers  # also of copies that were left out
     return list(constants)
 
 

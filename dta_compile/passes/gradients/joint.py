@@ -18,8 +18,9 @@ from dta_compile.passes.chunk_bytes import Bytes, ChunkSizes, total
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.gradients.partition import backward_graph, choose_saved, forward_graph
 from dta_compile.passes.gradients.stage_traces import Segment, StageTrace, states_of, traced_stages
+from dta_compile.passes.gradients.unroll import Unrolled
 from dta_compile.passes.graphs.storage import owner
-from dta_compile.passes.program import Program, output_node
+from dta_compile.passes.program import Program
 from dta_compile.passes.stage_graphs import ChunkStages, KeptValue, Memory, StageGraphs, StageOfChunk
 from dta_compile.passes.symbols import expression
 from dta_compile.passes.tracing import tracing
@@ -31,10 +32,10 @@ aten = torch.ops.aten
 
 @contract(
     reads=[
-        *("placeholders", "mixer_nodes", "chunk"),
+        *("inputs", "placeholders", "mixers", "mixer_nodes", "draws", "written", "other_batches", "chunk", "folding"),
         *("region_parameters", "constant_inputs", "trunk_inputs", "head_inputs"),
     ],
-    fills=["stages"],
+    fills=["stages", "copied_mixers"],
     rewrites=["training", "frontier"],
 )
 def joint(program: Program) -> None:
@@ -42,7 +43,9 @@ def joint(program: Program) -> None:
     values = enumerate(program.frontier if program.training else ())
     candidates = [i for i, value in values if value.differentiable and not value.is_cache]
     traced, sizes = _traced_stages(program, candidates)
-    program.stages = stages = _connected(program, traced, candidates, sizes)
+    unrolled = Unrolled(program, traced)
+    program.copied_mixers = unrolled.mixers
+    program.stages = stages = _connected(program, unrolled, candidates, sizes)
     program.frontier = [
         dataclasses.replace(value, differentiable=i in stages.differentiated) if i in candidates else value
         for i, value in enumerate(program.frontier)
@@ -50,22 +53,20 @@ def joint(program: Program) -> None:
     program.training = bool(stages.differentiated)
 
 
-def _connected(
-    program: Program, traced: Sequence[tuple[Segment, StageTrace]], candidates: Sequence[int], sizes: ChunkSizes
-) -> ChunkStages:
+def _connected(program: Program, traced: Unrolled, candidates: Sequence[int], sizes: ChunkSizes) -> ChunkStages:
     """Assign slots to the values that stages read and write. Of the `candidates` for differentiation, those that depend
     on trained parameters are differentiated."""
-    graph = program.chunk.graph
-    slots = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
+    slots = {value: i for i, value in enumerate(traced.inputs)}
     inputs, stages = len(slots), list[StageOfChunk]()
-    kinds = {trace: i for i, trace in enumerate(dict.fromkeys(trace for _, trace in traced))}
+    kinds = dict[StageTrace, int]()
     taken = set[int]()  # slots whose gradients a stage takes
-    for segment, trace in traced:
-        slots |= {node: len(slots) + i for i, node in enumerate(segment.outputs)}
-        reads, writes = ([slots[node] for node in nodes] for nodes in (segment.inputs, segment.outputs))
-        stages.append(StageOfChunk(kinds[trace], tuple(segment.layers), tuple(reads), tuple(writes)))
-        taken |= {writes[i] for i in trace.tangents}
-    outputs = [slots[node] for node in output_node(graph).args[0]]
+    for stage in traced.stages():
+        slots |= {value: len(slots) + i for i, value in enumerate(stage.writes)}
+        reads, writes = (tuple(map(slots.__getitem__, values)) for values in (stage.reads, stage.writes))
+        kind = kinds.setdefault(stage.trace, len(kinds))
+        stages.append(StageOfChunk(kind, stage.layers, reads, writes))
+        taken |= {writes[i] for i in stage.trace.tangents}
+    outputs = [slots[value] for value in traced.outputs]
     first_of_head = inputs - len(program.head_inputs) - 1
     return ChunkStages(
         kinds=tuple(_graphs_of(trace, sizes, bool(taken)) for trace in kinds),

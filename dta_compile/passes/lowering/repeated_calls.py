@@ -119,10 +119,10 @@ class _Arguments:
         if node not in self.nodes:  # a call may read a tensor twice
             self.nodes.append(node)
             self.tensors.append(value)
-        return self.nodes.index(node), _facts(value)
+        return self.nodes.index(node), facts_of(value)
 
 
-def _facts(value: torch.Tensor) -> Hashable:
+def facts_of(value: torch.Tensor) -> Hashable:
     sizes = (*value.shape, *value.stride(), value.storage_offset())
     numbers = tuple(size if isinstance(size, int) else size.node.expr for size in sizes)
     flags = value.requires_grad, value.is_conj(), value.is_neg(), isinstance(value, torch.nn.Parameter)
@@ -202,11 +202,22 @@ def merge_equal_values(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
     """Merge common subexpressions, except values that depend on `parameters` and owners of the graph's results, whose
     memory is the caller's."""
     excluded = descendants(graph, parameters) | {owner(value) for value in output_node(graph).all_input_nodes}
+    constants: dict[Hashable, fx.Node] = {}
+    for node in graph.find_nodes(op="get_attr"):
+        node.replace_all_uses_with(constants.setdefault(_constant(node), node))
     first = First(excluded | {node for node in graph.nodes if not _is_pure(node)})
     for node in list(graph.nodes):
         if node.op == "call_function" and (same := first.like(node)) is not node:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
+
+
+def _constant(node: fx.Node) -> Hashable:
+    """Return a key that is equal for constants with the same number: layers make their own."""
+    value = getattr(node.graph.owning_module, str(node.target), None)
+    if type(value) is not torch.Tensor or value.numel() != 1 or value.device.type != "cpu":
+        return node
+    return value.dtype, value.shape, value.stride(), repr(value.item())
 
 
 def _is_pure(node: fx.Node) -> bool:

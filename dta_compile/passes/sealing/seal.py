@@ -43,6 +43,7 @@ from dta_compile.passes.axes.layouts import is_tensor
 from dta_compile.passes.chunk.chunk_graph import chunk_device
 from dta_compile.passes.cuts.other_batches import programs_of
 from dta_compile.passes.cuts.row_epilogue import row_dim, row_layout
+from dta_compile.passes.gradients.unroll import all_mixers, all_parameters, times_of
 from dta_compile.passes.graphs.nodes import behind
 from dta_compile.passes.graphs.operators import INDEX_ENTRIES, INDEX_EVERY_AXIS, INDEX_ONE_AXIS, SAME_ENTRIES, aten
 from dta_compile.passes.masks.entries import leaves_of_masks
@@ -69,7 +70,7 @@ def seal(program: Program) -> Executable:
         batch=program.batch,
         tokens=program.tokens,
         prologue=Code.of(program.prologue),
-        mixers=tuple(program.mixers),
+        mixers=all_mixers(program),
         mask_slots={node.name: slots[node] for node in leaves_of_masks(program)},
         frontier=tuple(_frontier_value(value, slots) for value in program.frontier),
         trunk_inputs=chunk_inputs(program.trunk_inputs),
@@ -77,7 +78,7 @@ def seal(program: Program) -> Executable:
         constant_inputs=tuple(slots[node] for node in program.constant_inputs),
         trunk_keys=chunk_inputs(program.trunk_keys),
         head_keys=chunk_inputs(program.head_keys),
-        region_parameters=tuple(program.region_parameters),
+        region_parameters=all_parameters(program),
         joint=program.joint,
         parts=tuple(program.parts),
         epilogue=Code.of(program.epilogue) if program.rest is None else None,
@@ -203,12 +204,11 @@ def _written(program: Program) -> tuple[Written, ...]:
 def _regions(program: Program) -> dict[str, int]:
     operators = [node for node in program.graph.nodes if node.op not in ("placeholder", "output") and has_tensor(node)]
     dense = [node for node in operators if node not in program.parameter_dependent]
-    return {
-        "prologue": len(dense),
-        "trunk": len(program.trunk),
-        "head": len(program.region) - len(program.trunk),
-        "epilogue": len(operators) - len(dense) - len(program.region),
-    }
+    times = times_of(program)  # copies share what they compute from inputs
+    learned, region, trunk = (
+        sum(map(times, nodes)) for nodes in (set(operators) - set(dense), program.region, program.trunk)
+    )
+    return {"prologue": len(dense), "trunk": trunk, "head": region - trunk, "epilogue": learned - region}
 
 
 # Position of the index among the arguments of operators that read entries by it, and refuse negative indices.
@@ -359,10 +359,13 @@ def _bytes(program: Program) -> dict[Shape, int]:
     gradients of parameters."""
     bytes_of = collections.Counter[Shape]()
     nodes = (node for node in program.parameter_dependent if is_tensor(node) and node.op != "placeholder")
-    values = collections.Counter(node.meta["val"] for node in nodes)  # layers that are copies share theirs
+    times, values = times_of(program), collections.Counter[torch.Tensor]()  # layers that are copies share theirs
+    for node in nodes:
+        values[node.meta["val"]] += times(node)
     for value, count in values.items():
         bytes_of[tuple(map(expression, value.shape))] += 2 * count * value.dtype.itemsize
     for layer in program.attention:
-        batch, heads, tokens, _ = sizes(program.mixer_nodes[layer.index])
-        bytes_of[batch, heads, tokens, tokens] += 2 * layer.dtype.itemsize
+        call = program.mixer_nodes[layer.index]
+        batch, heads, tokens, _ = sizes(call)
+        bytes_of[batch, heads, tokens, tokens] += 2 * layer.dtype.itemsize * times(call)
     return dict(bytes_of)

@@ -78,9 +78,10 @@ def test_everything_registers_with_transformers_after_the_backend_is_loaded():
     """The package and the backend both wait for the same module."""
     program = """
         import dta_compile.backend, transformers
+        from dta_compile.torch_compat import MARK
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
         assert "dta" in ALL_ATTENTION_FUNCTIONS
-        assert hasattr(transformers.LlavaModel.get_image_features, "of_dta")
+        assert hasattr(transformers.LlavaModel.get_image_features, MARK)
     """
     python("-c", textwrap.dedent(program))
 

@@ -147,11 +147,16 @@ def test_an_input_that_is_spread_over_ranks_is_refused_by_name(one_rank):
     assert "context parallelism" in caught.value.what and "Replicate" in caught.value.got
 
 
-def test_a_stage_of_a_pipeline_is_refused():
-    stage = TinyLM().blocks[1]
-    hidden = torch.randn(2, 6, 16, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(RefusalError, match="stages of a pipeline"):
-        torch.compile(stage, backend="dta")(hidden, None)
+def test_a_stage_of_a_pipeline_is_exact_but_shares_nothing():
+    stage, generator = TinyLM().blocks[1], torch.Generator().manual_seed(1)
+    hidden = torch.randn(1, 6, 16, dtype=torch.float64, generator=generator).expand(2, -1, -1).clone()
+    hidden.requires_grad_()
+    weights = torch.randn(2, 6, 16, dtype=torch.float64, generator=generator)
+    compiled = torch.compile(stage, backend="dta")
+    inputs = [hidden, *stage.parameters()]
+    expected = torch.autograd.grad((weights * stage(hidden, None)).sum(), inputs)
+    torch.testing.assert_close(torch.autograd.grad((weights * compiled(hidden, None)).sum(), inputs), expected)
+    assert dta_compile.last_plan(compiled).stats.compression == 1
 
 
 def test_one_process_needs_no_process_group():

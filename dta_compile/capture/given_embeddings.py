@@ -7,6 +7,8 @@ images (see `encoded_media`):
     x [B, S, D]     table [B * S, D], a view of x, and rows [B, S] of it: embedding(rows, table)
 
 The row number belongs to the prefix key, so that tokens share in front of given embeddings, and not from there on.
+That is so wherever x comes from: if an embedding made it, its derivative adds copies of a vector up, but whoever has a
+hook on x, or on its node of autograd, reads their gradients one by one, and such hooks cannot be seen from here.
 
 `classify` calls this.
 """
@@ -28,7 +30,6 @@ from dta_compile.capture.encoded_media import table_inputs
 from dta_compile.capture.flex_attention import eliminate_dead_code
 from dta_compile.passes.program import ancestors
 from dta_compile.passes.symbols import expression
-from dta_compile.runtime.encoders.given_embeddings import table_of
 
 UNSHARED = (
     "embeddings with a gradient are given, which each row has of its own, and tokens that rows share have one: so "
@@ -58,15 +59,23 @@ class GivenEmbeddings:
         """
 
         def run_given(*args: Any) -> Sequence[Any]:
-            tables = [table_of(args[i], counted) for i, counted, _ in self.inputs]
+            tables = [_table_of(args[i], counted) for i, counted, _ in self.inputs]
             given = {i: args[i].data for i, _, _ in self.inputs}  # of which nothing is read: no reference to the tensor
             args = tuple(given.get(i, value) for i, value in enumerate(args))
-            results = run(*args, *(value for table, rows, _ in tables for value in (table, rows)))
-            if any(of_rows and not shared for (_, _, of_rows), (*_, shared) in zip(self.inputs, tables, strict=True)):
+            results = run(*args, *(value for table in tables for value in table))
+            if any(of_rows for _, _, of_rows in self.inputs):
                 note_unshared()
             return results
 
         return run_given
+
+
+def _table_of(given: torch.Tensor, counted: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a table `[R, D]` of given vectors `[*counts, ...]`, and the row of each, int64 `[*counts]`; `counted`
+    dimensions count vectors."""
+    leading = given.shape[:counted]
+    number = math.prod(leading)
+    return given.reshape(number, -1), torch.arange(number, device=given.device).view(leading)
 
 
 def with_given_embeddings(

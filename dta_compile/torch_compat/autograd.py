@@ -38,6 +38,5 @@ with needed_for("noticing torch.func"):
 
 with needed_for("the order of gradients in a backward pass"):
     from torch._C import _current_graph_task_id as current_backward
-    from torch._C import _will_engine_execute_node as will_execute
     from torch.autograd import _get_sequence_nr as sequence_number  # type: ignore[attr-defined]
     from torch.distributed.utils import _apply_to_tensors as apply_to_tensors

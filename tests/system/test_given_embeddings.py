@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import dta_compile
-from dta_compile.errors import RuntimeContractError
 from tests.support.tiny import WIDTH, BareLM, TinyLM, after, assert_same, shared_ids, weighted
 
 IDS = shared_ids()
@@ -58,6 +57,13 @@ def hooked(model):
     return (x,), [seen]
 
 
+def through_its_node(model):
+    x, seen = model.embedding(IDS), torch.zeros(*IDS.shape, WIDTH, dtype=torch.float64).requires_grad_()
+    x.grad_fn.register_prehook(lambda grads: (grads[0].clamp(-0.1, 0.1),))
+    x.grad_fn.register_hook(lambda _, grads: setattr(seen, "grad", grads[0].clone()))
+    return (x,), [seen]
+
+
 def joined(model):
     prompt = PROMPT.clone().requires_grad_()
     behind = model.embedding(IDS)
@@ -70,7 +76,9 @@ def padded(model):
     return (x, REAL), [x]
 
 
-@pytest.mark.parametrize("make", [leaf, retained, hooked, joined, padded], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [leaf, retained, hooked, through_its_node, joined, padded], ids=lambda make: make.__name__
+)
 @pytest.mark.parametrize("options", [{"chunk_size": 3}, {"sweep": "stages", "memory_budget": 0}], ids=["dfs", "stages"])
 @pytest.mark.sample(4)
 def test_rows_have_gradients_of_their_own(make, options):
@@ -82,63 +90,28 @@ def test_rows_have_gradients_of_their_own(make, options):
     assert plan.stats.compression == 1 and "each row has of its own" in str(plan)
 
 
-def looked_up(model):
-    return (model.embedding(IDS),), []
+class Prompted(TinyLM):
+    """Reads a prompt `[P, D]`, the same for all rows, in front of ids."""
+
+    def forward(self, ids, prompt):
+        x = torch.cat([prompt.expand(len(ids), -1, -1), self.embedding(ids)], 1)
+        return self.head(self.mix(x + self.position(torch.arange(x.shape[1]))))
 
 
-def with_prompt(model):
-    prompt = PROMPT.clone().requires_grad_()
-    return (model.embedding(IDS), None, (2 * prompt)[None].expand(len(IDS), -1, -1)), [prompt]
-
-
-def with_one_prompt(model):
-    prompt = PROMPT.clone().requires_grad_()
-    return (model.embedding(IDS), None, 2 * prompt), [prompt]
-
-
-def as_many_as_rows(model):
-    prompt = torch.cat([PROMPT, PROMPT[:2]]).requires_grad_()
-    return (model.embedding(IDS), None, 2 * prompt), [prompt]
-
-
-@pytest.mark.parametrize(
-    "make", [looked_up, with_prompt, with_one_prompt, as_many_as_rows], ids=lambda make: make.__name__
-)
-@pytest.mark.sample(2)
-def test_copies_of_the_same_vectors_share(make):
-    model = Given()
+@pytest.mark.parametrize("tokens", [3, len(IDS)], ids=["a few", "as many as rows"])
+def test_a_prompt_of_all_rows_is_shared(tokens):
+    model = Prompted()
     compiled = torch.compile(model, backend="dta", options={"chunk_size": 3})
-    assert_same(step(model, compiled, make), step(model, model, make))
-    prompt = make(model)[0][2] if len(make(model)[0]) > 1 else ()
+
+    def run(function):
+        prompt = torch.cat([PROMPT, PROMPT])[:tokens].requires_grad_()
+        out = function(IDS, 2 * prompt)
+        weighted(out).backward()
+        return out.detach(), prompt.grad
+
+    assert_same(after(model, lambda: run(compiled)), after(model, lambda: run(model)))
     plan = dta_compile.last_plan(compiled)
-    assert plan.prefix_tree.num_rows == TREE + (prompt.shape[-2] if len(prompt) else 0)
-    assert not plan.estimates.notes
-
-
-def test_gradients_that_may_be_read_by_row_after_all_are_refused():
-    model = GivenBare()
-    compiled = torch.compile(model, backend="dta")
-
-    def forward(change=lambda x: None):
-        x = model.embedding(IDS)
-        loss = weighted(compiled(x))
-        change(x)
-        return loss, x
-
-    for change in (torch.Tensor.retain_grad, lambda x: x.register_hook(print)):
-        with pytest.raises(RuntimeContractError, match="may be read row by row"):
-            forward(change)[0].backward()
-    loss, x = forward()
-    with pytest.raises(RuntimeContractError, match=r"autograd\.grad"):
-        torch.autograd.grad(loss, [x, model.embedding.weight])
-    edge = torch.autograd.graph.get_gradient_edge(x)
-    loss = weighted(compiled(x))
-    del x
-    with pytest.raises(RuntimeContractError, match=r"autograd\.grad"):
-        torch.autograd.grad(loss, [edge])
-    del edge
-    wanted = [model.head.weight, model.embedding.weight]
-    assert_same(*(torch.autograd.grad(weighted(f(model.embedding(IDS))), wanted) for f in (compiled, model)))
+    assert plan.prefix_tree.num_rows == TREE + tokens and not plan.estimates.notes
 
 
 class GivenBare(BareLM):

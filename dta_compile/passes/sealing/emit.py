@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from dta_compile.executable.chunk import ChunkGraphs, Linear, Stage, StageCode
 from dta_compile.executable.code import Code
@@ -200,6 +200,7 @@ class _Emitter:
         memories = [{value.memory for value in values} if kind.backward else set() for (_, kind), values in stages]
         uses = Counter(memory for handed_over in memories for memory in handed_over)
         peaks: list[Bytes] = [held.total.plus(tangents.total)]
+        around: dict[int, list[Bytes]] = {}  # by kind: what other stages hold while one of it runs
         for ((stage, kind), values), handed_over in zip(reversed(stages), reversed(memories), strict=True):
             if kind.backward is None:
                 continue
@@ -212,8 +213,7 @@ class _Emitter:
             for own in of_stage:
                 sums.remove(own)
             others = held.total.minus(handed).plus(tangents.total).plus(sums.total)
-            for peak in kind.working[name]:
-                add_peak(peaks, others.plus(peak))
+            around.setdefault(stage.kind, []).append(others)
             uses.subtract(handed_over)
             for memory in handed_over:
                 if not uses[memory]:
@@ -223,11 +223,22 @@ class _Emitter:
                     tangents.add(("slot", stage.reads[i]), self._gradient(stage.reads[i]))
             for own, size in zip(of_stage, kind.sums, strict=False):
                 sums.add(own, size)
+        for number, amounts in around.items():
+            for others in _without_midpoints(amounts):
+                for peak in chunk.kinds[number].working[name]:
+                    add_peak(peaks, others.plus(peak))
         return tuple(peaks)
 
     def _gradient(self, slot: int) -> Bytes:
         """Return the bytes of a slot's gradient: those of the slot, or zero for inputs of the chunk."""
         return self.chunk.memory_of_slots[slot][1] if slot in self.chunk.memory_of_slots else Bytes()
+
+
+def _without_midpoints(amounts: Sequence[Bytes]) -> Iterator[Bytes]:
+    """Leave out amounts halfway between their neighbours, as of copies of a layer: one of these is no smaller."""
+    for number, own in enumerate(amounts):
+        if not 0 < number < len(amounts) - 1 or amounts[number - 1].plus(amounts[number + 1]) != own.times(2):
+            yield own
 
 
 class _Live:

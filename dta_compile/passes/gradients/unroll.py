@@ -54,7 +54,7 @@ class Unrolled:
         whole = *(spec.index for spec in specs), *(index.get(node) for node in program.constant_inputs)
         self.weights = {node: i for node, i in zip(inputs, whole, strict=False) if i is not None}
         self.places = {node: places[i] for node, i in self.weights.items() if i in places}
-        self.first, self.count = self._copy(program) if self.folding else (len(traced), 0)
+        self.first, self.count = self._copy() if self.folding else (len(traced), 0)
         self.times = self.folding.left_out if self.folding else 0
         layers = [layer for stage, _ in traced[self.first : self.first + self.count] for layer in stage.layers]
         self.mixers = range(min(layers, default=0), min(layers, default=0) + len(layers))
@@ -113,7 +113,7 @@ class Unrolled:
         stage, _ = self.written.get(node, (-1, 0))
         return (node, self.times) if self.first <= stage < self.first + self.count else node
 
-    def _copy(self, program: Program) -> tuple[int, int]:
+    def _copy(self) -> tuple[int, int]:
         """Return the first of the stages of a copy, and their number."""
         for count in range(1, len(self.traced) // 2 + 1):
             for first in range(len(self.traced) - 2 * count + 1):

@@ -20,6 +20,11 @@ def expression(size: Any) -> sympy.Expr:
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
 
 
+def value_of(argument: Any) -> Any:
+    """Return the traced value of an argument that is a node; any other argument as it is."""
+    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+
+
 def symbolic(value: Any) -> Any:
     """Return the expression of a SymInt, SymFloat or SymBool; None for anything else."""
     return value.node.expr if isinstance(value, SYMBOLIC) else None

@@ -19,7 +19,7 @@ from dta_compile.passes.axes.layouts import batch_and_tokens, mixer_calls
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.operators import aten
 from dta_compile.passes.program import AmbiguousAxes, Program
-from dta_compile.passes.symbols import free_symbols, hint, sizes
+from dta_compile.passes.symbols import free_symbols, hint, sizes, value_of
 
 BY_INDEX = (aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -61,7 +61,7 @@ def _equal_sizes(node: fx.Node) -> None:
 
     Labels `[B, S - 1]` that are an input are then known to be of the tokens of `logits[:, :-1]`.
     """
-    source, dim, index = (arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args[:3])
+    source, dim, index = (value_of(arg) for arg in node.args[:3])
     for i, (one, other) in enumerate(zip(source.shape, index.shape, strict=True)):
         if i != dim % source.dim() and hint(one) == hint(other):
             bool(one == other)

@@ -13,7 +13,7 @@ from dta_compile.executable.layouts import Axis, Flat, Frame, Layout, flat
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens, argument, broadcast, require_feature, unify_frames
 from dta_compile.passes.graphs.operators import COPIES, MAYBE_COPIES, RESHAPES, TRANSPOSITIONS, aten
 from dta_compile.passes.program import has_tensor
-from dta_compile.passes.symbols import expression, sizes
+from dta_compile.passes.symbols import expression, sizes, value_of
 
 AnyAxis = Axis | Flat
 Labels = tuple[str | None, ...]  # names of the dimensions of a value; None: any
@@ -227,7 +227,7 @@ def slice_(node: fx.Node, arguments: Arguments) -> Layout:
     if axis == "batch" or layout.frame is None or layout.frame.start is None:
         raise MixesTokens(f"it slices the {axis} axis")
     start = argument(node, 2, "start") or 0
-    start = start.meta["val"] if isinstance(start, fx.Node) else start
+    start = value_of(start)
     first = expression(start) + (before[dim] if start < 0 else 0)  # comparing a symbolic start adds a guard
     return Layout(layout.dims, Frame(sympy.simplify(layout.frame.start + first), after[dim]))
 

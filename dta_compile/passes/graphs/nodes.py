@@ -8,6 +8,7 @@ would make the slice a frontier value of `[B, S, V]`, or pull the model into the
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -17,9 +18,13 @@ import torch
 from torch import fx
 
 from dta_compile.passes.graphs.operators import (
+    ASSEMBLIES,
     DIFFERENTIABLE_COPIES,
     FILL_ARGUMENTS,
     FILL_NUMBERS,
+    FILLS,
+    FINITE,
+    MASKED_FILLS,
     RESHAPES,
     aten,
     is_tagged_pointwise,
@@ -145,6 +150,23 @@ def may_have_gradient(node: fx.Node) -> bool:
 def is_pointwise(node: fx.Node) -> bool:
     """Return whether an operator is pointwise, functional and deterministic."""
     return is_tagged_pointwise(node.target) and not writes_in_place(node)
+
+
+def is_finite(node: fx.Node) -> bool:
+    """Return whether an operator with these numbers has finite values and derivatives for all finite tensors."""
+    numbers = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, (int, float))]
+    if not all(map(math.isfinite, numbers)):
+        return False
+    match node.target:
+        case aten.native_layer_norm.default:
+            return bool(node.args[4] > 0)
+        case aten._fused_rms_norm.default:
+            return node.args[3] is None or bool(node.args[3] > 0)
+        case aten.pow.Tensor_Scalar:
+            return isinstance(node.args[1], int) and node.args[1] > 0
+        case aten.div.Tensor | aten.div.Scalar:
+            return bool(numbers) and numbers[0] != 0 and isinstance(node.args[0], fx.Node)
+    return node.target in FILLS | ASSEMBLIES | MASKED_FILLS or node.target.overloadpacket in FINITE
 
 
 def filled_with(node: fx.Node) -> Any:

@@ -197,3 +197,15 @@ FUNCTIONAL_VARIANTS = {variant: operator for operator, variant in IN_PLACE_VARIA
 def is_tagged_pointwise(operator: Any) -> bool:
     """Return whether torch tags an operator as pointwise, in place or not, and it is deterministic."""
     return torch.Tag.pointwise in getattr(operator, "tags", ()) and not is_random(operator)
+
+
+# Operators (packets: all overloads) with finite values and derivatives for all finite arguments, none of them indices.
+FINITE = frozenset(
+    getattr(aten, name)
+    for name in """
+    _prelu_kernel abs add addmm addmv all amax amin any argmax argmin baddbmm bitwise_and bitwise_not bitwise_or bmm
+    clamp clamp_max clamp_min cos cumsum elu eq erf flip ge gelu glu gt hardswish hardtanh le leaky_relu lerp
+    logical_and logical_not logical_or lt max maximum mean min minimum mm mul mv ne neg relu rsub sigmoid sign silu sin
+    softplus sort split split_with_sizes square sub sum tanh topk unbind
+    """.split()  # noqa: SIM905
+)

@@ -20,7 +20,7 @@ from dta_compile.ops.dtypes import autocast
 from dta_compile.ops.scoring import Scoring
 from dta_compile.passes.graphs.nodes import filled_with, full_for, replace_nodes
 from dta_compile.passes.graphs.operators import FULL_VARIANTS, UNINITIALIZED, aten
-from dta_compile.passes.lowering.attention.rewrite import dropout_refusal
+from dta_compile.passes.lowering.attention.dimensions import dropout_refusal
 from dta_compile.passes.program import where_now
 from dta_compile.torch_compat.tracing import get_decompositions
 

@@ -29,7 +29,7 @@ from dta_compile.passes.graphs.operators import CASTS, COPIES, MATRIX_PRODUCTS, 
 from dta_compile.passes.lowering.attention.distances import positions
 from dta_compile.passes.lowering.next_tokens import COPIED, CannotResize, all_sizes, resized
 from dta_compile.passes.program import ancestors, has_tensor
-from dta_compile.passes.symbols import expression, sizes
+from dta_compile.passes.symbols import expression, sizes, value_of
 
 # Operators that treat every entry of dimension 0 by itself, where arguments and result have the rows of a batch there.
 BY_ROW = CASTS | COPIES | MATRIX_PRODUCTS | RESHAPES | {aten.embedding.default, aten.unsqueeze.default}
@@ -219,8 +219,4 @@ class _Widened:
             return False
         of_all = sizes(node.args[0])
         is_along = (argument(node, 1, "dim") or 0) % len(of_all) == 1 and of_all[1] == self.joined.tokens
-        return is_along and expression(_value(argument(node, 2, "start") or 0)) == self.start
-
-
-def _value(number: Any) -> Any:
-    return number.meta["val"] if isinstance(number, fx.Node) else number
+        return is_along and expression(value_of(argument(node, 2, "start") or 0)) == self.start

@@ -23,7 +23,7 @@ from dta_compile.passes.graphs.nodes import erase_unused
 from dta_compile.passes.graphs.operators import CASTS, DIFFERENTIABLE_COPIES, FILLS, RANGES, RESHAPES, aten
 from dta_compile.passes.lowering.experts.slot_numbers import counts_from_zero
 from dta_compile.passes.program import has_tensor
-from dta_compile.passes.symbols import expression, sizes
+from dta_compile.passes.symbols import expression, sizes, value_of
 
 BOUNDS = ("dim", "start", "end", "step")  # of aten.slice
 MOVES = CASTS | DIFFERENTIABLE_COPIES
@@ -104,7 +104,7 @@ def _joined_again(node: fx.Node) -> fx.Node | None:
 
 def _position(bound: Any, size: sympy.Expr) -> sympy.Expr:
     """Return the index that a bound of a slice means, if it is not cut to the size."""
-    position = expression(bound.meta["val"] if isinstance(bound, fx.Node) else bound)
+    position = expression(value_of(bound))
     if position == sys.maxsize:
         return size
     return size + position if position.is_negative else position

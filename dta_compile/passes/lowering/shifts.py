@@ -30,10 +30,28 @@ from torch import fx
 
 from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
 from dta_compile.passes.axes.shape_rules import order_of
-from dta_compile.passes.graphs.nodes import behind, call, descendants, erase_unused, filled_with, is_float, raised
-from dta_compile.passes.graphs.operators import COPIES, LINEAR_LAYERS, MATRIX_PRODUCTS, RESHAPES, TRANSPOSITIONS, aten
+from dta_compile.passes.graphs.nodes import (
+    behind,
+    call,
+    descendants,
+    erase_unused,
+    filled_with,
+    is_finite,
+    is_float,
+    is_pointwise,
+    raised,
+)
+from dta_compile.passes.graphs.operators import (
+    CASTS,
+    COPIES,
+    LINEAR_LAYERS,
+    MATRIX_PRODUCTS,
+    RESHAPES,
+    TRANSPOSITIONS,
+    aten,
+)
 from dta_compile.passes.program import ancestors, has_tensor
-from dta_compile.passes.symbols import expression, sizes
+from dta_compile.passes.symbols import expression, sizes, value_of
 from dta_compile.torch_compat.sizes import Min, Mod, PythonMod
 
 ROOTS = frozenset(
@@ -47,23 +65,6 @@ ROOTS = frozenset(
         aten.unfold.default,
     }
 )
-# Pointwise operators that are finite, with finite derivatives, where a token before the first one is zero.
-FINITE = COPIES | {
-    aten._to_copy.default,
-    aten.add.Tensor,
-    aten.gelu.default,
-    aten.lerp.Scalar,
-    aten.lerp.Tensor,
-    aten.mul.Scalar,
-    aten.mul.Tensor,
-    aten.neg.default,
-    aten.relu.default,
-    aten.rsub.Scalar,
-    aten.sigmoid.default,
-    aten.silu.default,
-    aten.sub.Tensor,
-    aten.tanh.default,
-}
 
 
 class _NoShift(Exception):
@@ -234,7 +235,8 @@ class _Shifts:
             return self._written(node, offset)
         if target in RESHAPES:
             return self._projected(node, offset)
-        self._require(target in FINITE and self._size(node) != self.tokens)
+        is_finite_pointwise = target in COPIES | CASTS or (is_pointwise(node) and is_finite(node))
+        self._require(is_finite_pointwise and self._size(node) != self.tokens)
         return self._combined(node, offset)
 
     def _number(self, node: fx.Node, number: float) -> fx.Node:
@@ -244,10 +246,11 @@ class _Shifts:
         """Return by how many tokens `roll` shifts; its index is traced as `(arange(S) + (S - k) % S) % S`."""
         self._require(index.target is aten.fmod.Scalar and index.args[0].target is aten.add.Tensor)
         positions, start = index.args[0].args[:2]
-        length = _value(index.args[1])
-        self._require(positions.target is aten.arange.default and expression(_value(positions.args[0])) == self.tokens)
+        length = value_of(index.args[1])
+        is_range = positions.target is aten.arange.default
+        self._require(is_range and expression(value_of(positions.args[0])) == self.tokens)
         self._require(expression(length) == self.tokens)
-        begin = expression(_value(start))
+        begin = expression(value_of(start))
         count = self.tokens - (begin.args[0] if begin.func in (Mod, PythonMod) else begin)
         self._require(count.is_Integer and count > 0)
         self._require(length >= int(count))  # a guard
@@ -255,11 +258,11 @@ class _Shifts:
 
     def _number_of_tokens(self, count: fx.Node | int) -> int:
         """Return by how many tokens `pad` shifts; `min(k, S)` is k in rows of at least k tokens."""
-        tokens = expression(_value(count))
+        tokens = expression(value_of(count))
         for least in tokens.atoms(Min):
             number = sympy.Mul(*(arg for arg in least.args if arg.is_Integer))
             self._require(least == Min(number, self.tokens))
-            self._require(_value(self._size_of_call()) >= int(number))  # a guard
+            self._require(value_of(self._size_of_call()) >= int(number))  # a guard
             tokens = tokens.xreplace({least: number})
         self._require(tokens.is_Integer)
         return int(tokens)
@@ -464,10 +467,6 @@ def shifted(node: fx.Node, dim: int, batch: sympy.Expr, tokens: sympy.Expr) -> f
     shifts = _Shifts(node, dim, batch, tokens, set(), {node})
     with node.meta["val"].fake_mode:  # for constructors
         return shifts._first(1, _Extended(node), _Extended(shifts._shifted(node, 1), 1)).node
-
-
-def _value(arg: Any) -> Any:
-    return arg.meta["val"] if isinstance(arg, fx.Node) else arg
 
 
 def _like(node: fx.Node) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import fx
 from dta_compile.passes.graphs.nodes import First, filled_with, is_pointwise
 from dta_compile.passes.graphs.operators import aten
 from dta_compile.passes.program import Program, ancestors, has_tensor
-from dta_compile.passes.symbols import expression, sizes, symbolic
+from dta_compile.passes.symbols import expression, sizes, symbolic, value_of
 from dta_compile.proofs.terms import Const, Index, Leaf, Term, Terms
 
 Indices = tuple[Term, ...]
@@ -85,7 +85,7 @@ class Entries:
 
     def _number(self, arg: Any) -> sympy.Expr:
         """Return a size or an integer among a node's arguments as an expression."""
-        return expression(arg.meta["val"] if isinstance(arg, fx.Node) else arg)
+        return expression(value_of(arg))
 
     def _scalar(self, arg: Any) -> Any:
         """Return a number argument of an operator: a term if it is symbolic."""
@@ -146,7 +146,7 @@ class Entries:
     def _arange(self, node: fx.Node, index: Indices) -> Term | None:
         bounds = node.args if len(node.args) > 1 else (0, *node.args)
         start, step = bounds[0], bounds[2] if len(bounds) > 2 else 1
-        numbers = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in (start, step)]
+        numbers = [value_of(arg) for arg in (start, step)]
         dtype = node.meta["val"].dtype
         # Some devices also round the start of 16-bit ranges.
         if not all(isinstance(number, (int, torch.SymInt)) for number in numbers) or dtype in HALVES:

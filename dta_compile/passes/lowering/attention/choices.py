@@ -25,6 +25,7 @@ from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import behind, call, constructed, descendants, erase_unused
 from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS, aten
 from dta_compile.passes.lowering.attention.blocks import Blocks, Written, operand_of_blocks
+from dta_compile.passes.lowering.attention.dimensions import Attention
 from dta_compile.passes.lowering.attention.factors import (
     MOVES,
     Arranged,
@@ -36,10 +37,10 @@ from dta_compile.passes.lowering.attention.factors import (
     unify,
 )
 from dta_compile.passes.lowering.attention.recognise import SCORE_PRODUCTS
-from dta_compile.passes.lowering.attention.rewrite import Attention, Rewrite
+from dta_compile.passes.lowering.attention.rewrite import Rewrite
 from dta_compile.passes.lowering.attention.scores import Scores
 from dta_compile.passes.program import has_tensor
-from dta_compile.passes.symbols import expression, sizes
+from dta_compile.passes.symbols import expression, sizes, value_of
 from dta_compile.torch_compat.sizes import Min
 
 TIES = (
@@ -81,7 +82,7 @@ def _takes_all(topk: fx.Node) -> bool:
 
 
 def _count(topk: fx.Node) -> sympy.Expr:
-    return expression(topk.args[1].meta["val"] if isinstance(topk.args[1], fx.Node) else topk.args[1])
+    return expression(value_of(topk.args[1]))
 
 
 def _scattered(arranger: Arranger, written: Written, choice: fx.Node | None) -> fx.Node:

@@ -261,15 +261,18 @@ class Distances:
         is_negative = bool(value[1] > 0)  # as k - q is
         if node.target is aten.abs.default:
             return _scaled(value, -1 if is_negative else 1)
-        low, high = (
-            None if at is None else argument(node, at, name)
-            for at, name in zip(CLAMPS[node.target], ("min", "max"), strict=True)
-        )
-        low = 0 if node.target is aten.relu.default else low
+        low, high = bounds_of(node)
         if low not in (None, 0) or high not in (None, 0):
             return None
         cut = (low == 0 and is_negative) or (high == 0 and not is_negative)
         return _scaled(value, 0) if cut else value
+
+
+def bounds_of(node: fx.Node) -> tuple[Any, Any]:
+    """Return the least and the largest number that one of `CLAMPS` gives; None: it has no such bound."""
+    names = zip(CLAMPS[node.target], ("min", "max"), strict=True)
+    low, high = (None if at is None else argument(node, at, name) for at, name in names)
+    return 0 if node.target is aten.relu.default else low, high
 
 
 def _varies(arg: Any, labels: Labels) -> set[str | None]:

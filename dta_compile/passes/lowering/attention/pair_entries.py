@@ -25,7 +25,7 @@ from dta_compile.passes.graphs.operators import (
 )
 from dta_compile.passes.lowering.experts.slot_numbers import counts_from_zero
 from dta_compile.passes.program import has_tensor
-from dta_compile.passes.symbols import expression, sizes
+from dta_compile.passes.symbols import expression, sizes, value_of
 from dta_compile.torch_compat.sizes import FloorDiv
 
 Operands = list[tuple[fx.Node, Labels]]
@@ -91,7 +91,7 @@ def _start(node: fx.Node) -> sympy.Expr | None:
     if argument(node, 4, "step") not in (None, 1):
         return None
     start = argument(node, 2, "start") or 0
-    return expression(start.meta["val"] if isinstance(start, fx.Node) else start)
+    return expression(value_of(start))
 
 
 def _spread(labels: Labels, dims: Collection[int], rank: int) -> Labels:

@@ -18,7 +18,7 @@ from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.axes.shape_rules import Labels, labels_in
 from dta_compile.passes.graphs.nodes import call, filled_with, is_float
 from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, RESHAPES, SUMS, aten
-from dta_compile.passes.lowering.attention.distances import CLAMPS, Distances, Slope
+from dta_compile.passes.lowering.attention.distances import CLAMPS, Distances, Slope, bounds_of
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.symbols import expression, sizes
 
@@ -173,12 +173,7 @@ class Profiles(Distances):
 
     def _clamped(self, node: fx.Node, labels: Labels) -> OfDistance | None:
         inner = self._function(node.args[0], labels)
-        low, high = (
-            None if at is None else argument(node, at, name)
-            for at, name in zip(CLAMPS[node.target], ("min", "max"), strict=True)
-        )
-        low = 0 if node.target is aten.relu.default else low
-        bounds = [None if bound is None else expression(bound) for bound in (low, high)]
+        bounds = [None if bound is None else expression(bound) for bound in bounds_of(node)]
         if inner is None or any(bound is not None and not bound.is_Integer for bound in bounds):
             return None
         low, high = (None if bound is None else int(bound) for bound in bounds)

@@ -37,10 +37,11 @@ from dta_compile.passes.graphs.operators import (
     SUMS,
     aten,
 )
+from dta_compile.passes.lowering.attention.dimensions import CHANGES, Attention
 from dta_compile.passes.lowering.attention.distances import Distances
 from dta_compile.passes.lowering.attention.factors import MOVES, Arranger, Mismatch
 from dta_compile.passes.lowering.attention.profiles import Profiles
-from dta_compile.passes.lowering.attention.rewrite import CHANGES, Attention, Rewrite
+from dta_compile.passes.lowering.attention.rewrite import Rewrite
 from dta_compile.passes.lowering.attention.scores import FLOORS
 from dta_compile.passes.lowering.attention.softmaxes import spell_softmaxes
 from dta_compile.passes.lowering.attention.tables import Known, Tables

@@ -26,7 +26,7 @@ from dta_compile.passes.lowering.attention.distances import Affine, Distances, S
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.lowering.attention.pair_entries import Operands, cut_from, operands_of, over
 from dta_compile.passes.program import ancestors, has_tensor, where
-from dta_compile.passes.symbols import sizes
+from dta_compile.passes.symbols import sizes, value_of
 from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
 from dta_compile.torch_compat.sizes import statically_known_true
 
@@ -206,7 +206,7 @@ class Tables(Distances):
             return call(self.graph, aten.index.Tensor, node, [None] * dim + [by_depth(rows, self.weights)])
         if node.target is aten.slice.Tensor and argument(node, 1, "dim") % len(labels) == dim:
             start, length = argument(node, 2, "start") or 0, call(self.graph, aten.sym_size.int, node, dim)
-            first = start.meta["val"] if isinstance(start, fx.Node) else start
+            first = value_of(start)
             if argument(node, 4, "step") not in (None, 1) or not statically_known_true(first >= 0):
                 return None
             rows = call(self.graph, aten.remainder.Scalar, rows, length)

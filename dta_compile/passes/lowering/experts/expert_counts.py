@@ -18,7 +18,7 @@ from dta_compile.passes.graphs.nodes import First, behind, filled_with, is_item
 from dta_compile.passes.graphs.operators import CASTS, COPIES, EXCHANGES, FILLS, KEEP_ORDER, RANGES, RESHAPES, aten
 from dta_compile.passes.lowering.experts.distinct_places import is_distinct_along
 from dta_compile.passes.lowering.experts.slot_numbers import EXACT, counts_from_zero
-from dta_compile.passes.symbols import depends_on_data, expression, sizes
+from dta_compile.passes.symbols import depends_on_data, expression, sizes, value_of
 
 SORTS = (aten.sort.default, aten.sort.stable)
 # Operators that choose indices along a dimension, with the position of that argument.
@@ -168,7 +168,7 @@ class Counts:
 
     def canonical(self, number: Any) -> sympy.Expr | None:
         """Return a number as a sum of counts, `count0 + count1` say; None: it depends on other data."""
-        value = number.meta["val"] if isinstance(number, fx.Node) else number
+        value = value_of(number)
         if not isinstance(value, (int, torch.SymInt)):
             return None
         expr = expression(value)

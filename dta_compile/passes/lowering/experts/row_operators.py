@@ -9,7 +9,6 @@ forward or backward.
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -24,29 +23,21 @@ from dta_compile.ops.library import is_random
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens
 from dta_compile.passes.axes.token_rules import rule_for
-from dta_compile.passes.graphs.nodes import call, is_item, raised, repeated, swaps
+from dta_compile.passes.graphs.nodes import call, is_finite, is_item, raised, repeated, swaps
 from dta_compile.passes.graphs.operators import (
-    ASSEMBLIES,
-    FILLS,
     LOOKUPS,
-    MASKED_FILLS,
     SAME_ENTRIES,
     TAKE_A_SHAPE,
     TRANSPOSITIONS,
     aten,
     is_tagged_pointwise,
 )
-from dta_compile.passes.symbols import depends_on_data, expression, sizes
+from dta_compile.passes.symbols import depends_on_data, expression, sizes, symbolic, value_of
 
-# Operators (packets: all overloads) with finite values and derivatives for all finite arguments, none of them indices.
-FINITE = frozenset(
-    getattr(aten, name)
-    for name in """
-    _prelu_kernel abs add addmm addmv all amax amin any argmax argmin baddbmm bitwise_and bitwise_not bitwise_or bmm
-    clamp clamp_max clamp_min cos cumsum elu eq erf flip ge gelu glu gt hardswish hardtanh le leaky_relu logical_and
-    logical_not logical_or lt max maximum mean min minimum mm mul mv ne neg relu rsub sigmoid sign silu sin softplus
-    sort split split_with_sizes square sub sum tanh topk unbind
-    """.split()  # noqa: SIM905
+CHECKS = (
+    aten._assert_scalar.default,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
 )
 # Operators with arguments that are indices.
 INDEXED = LOOKUPS | {aten.index.Tensor, aten.scatter.src, aten.scatter.value}
@@ -258,7 +249,7 @@ class RowOperators:
             return product
         if node.target in SAME_ENTRIES or self.selected is None:
             return self._call(node, self._value)
-        if _is_finite(node):
+        if is_finite(node):
             return self._call(node, self._masked)
         if node.target in INDEXED:
             return self._call(node, lambda arg: self._filled(arg, 0))
@@ -371,6 +362,15 @@ class RowOperators:
         return self._once(("numbers", number, by_token), make)
 
 
+def drop_checks_of_numbers(graph: fx.Graph) -> None:
+    """Erase Dynamo's assertions that numbers of rows, which no value has any more, are valid sizes."""
+    for node in [node for target in CHECKS for node in graph.find_nodes(op="call_function", target=target)]:
+        value = value_of(node.args[0])
+        expr = symbolic(value)
+        if value is True or (expr is not None and (expr == sympy.true or depends_on_data(expr))):
+            graph.erase_node(node)
+
+
 def _is_tensor(node: Any) -> bool:
     return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
 
@@ -379,20 +379,3 @@ def _nodes(arg: Any) -> list[fx.Node]:
     nodes: list[fx.Node] = []
     fx.node.map_arg(arg, nodes.append)
     return nodes
-
-
-def _is_finite(node: fx.Node) -> bool:
-    """Return whether an operator with these numbers has finite values and derivatives for all finite tensors."""
-    numbers = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, (int, float))]
-    if not all(map(math.isfinite, numbers)):
-        return False
-    match node.target:
-        case aten.native_layer_norm.default:
-            return bool(node.args[4] > 0)
-        case aten._fused_rms_norm.default:
-            return node.args[3] is None or bool(node.args[3] > 0)
-        case aten.pow.Tensor_Scalar:
-            return isinstance(node.args[1], int) and node.args[1] > 0
-        case aten.div.Tensor | aten.div.Scalar:
-            return bool(numbers) and numbers[0] != 0 and isinstance(node.args[0], fx.Node)
-    return node.target in FILLS | ASSEMBLIES | MASKED_FILLS or node.target.overloadpacket in FINITE

@@ -43,7 +43,7 @@ from dta_compile.passes.graphs.nodes import (
 )
 from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, RESHAPES, SQUEEZES, TRANSPOSITIONS, aten
 from dta_compile.passes.lowering.experts.distinct_places import at_most_one
-from dta_compile.passes.lowering.experts.row_operators import RowOperators, Rows, Unproven
+from dta_compile.passes.lowering.experts.row_operators import RowOperators, Rows, Unproven, drop_checks_of_numbers
 from dta_compile.passes.program import ancestors, where
 from dta_compile.passes.symbols import sizes
 from dta_compile.torch_compat.sizes import free_unbacked_symbols
@@ -76,7 +76,7 @@ def spread_selected_rows(graph: fx.Graph, parameters: Collection[fx.Node]) -> No
                 _refuse_any_order(makers, unproven)
                 _refuse_before_attention(graph, makers, parameters, unproven)
     if selections:
-        _drop_checks(graph)
+        drop_checks_of_numbers(graph)
         erase_unused(graph)
 
 
@@ -138,13 +138,6 @@ def _refuse_before_attention(
         got=unproven.reason,
         hint="write the mixture of experts so, or with dta_compile.expert_linear",
     ) from None
-
-
-def _drop_checks(graph: fx.Graph) -> None:
-    """Erase Dynamo's assertions on unbacked symbols, which no node needs any more."""
-    for node in list(graph.find_nodes(op="call_function", target=aten._assert_scalar.default)):
-        if free_unbacked_symbols(node.args[0].meta["val"] if isinstance(node.args[0], fx.Node) else node.args[0]):
-            graph.erase_node(node)
 
 
 @dataclasses.dataclass(frozen=True)

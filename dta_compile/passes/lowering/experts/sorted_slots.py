@@ -42,7 +42,7 @@ from dta_compile.passes.graphs.nodes import (
 )
 from dta_compile.passes.graphs.operators import COPIES, RANGES, RESHAPES, aten
 from dta_compile.passes.lowering.experts.expert_counts import SORTS, Counts, is_exact_cast
-from dta_compile.passes.lowering.experts.row_operators import RowOperators, Rows, Unproven
+from dta_compile.passes.lowering.experts.row_operators import RowOperators, Rows, Unproven, drop_checks_of_numbers
 from dta_compile.passes.lowering.experts.selected_rows import ANY_ORDER
 from dta_compile.passes.lowering.experts.slot_numbers import (
     INVERSE,
@@ -54,7 +54,7 @@ from dta_compile.passes.lowering.experts.slot_numbers import (
     is_another_form,
     repeated_for_slots,
 )
-from dta_compile.passes.symbols import depends_on_data, sizes, symbolic
+from dta_compile.passes.symbols import depends_on_data, sizes
 from dta_compile.torch_compat.sizes import GuardOnDataDependentSymNode
 
 GROUPED = (aten._grouped_mm.default,)
@@ -76,7 +76,7 @@ def unsort_slots(graph: fx.Graph) -> None:
             unsorting.run()
             changed |= unsorting.changed
     if changed:
-        _drop_checks_of_numbers(graph)
+        drop_checks_of_numbers(graph)
         erase_unused(graph)
 
 
@@ -461,16 +461,6 @@ class _Unsorting:
         self.changed = True
         node.meta["val"] = flat.meta["val"]  # with the symbol for the number of all slots
         self.rows.enter(node, Rows(flat, 0, True))
-
-
-def _drop_checks_of_numbers(graph: fx.Graph) -> None:
-    """Erase Dynamo's assertions that numbers read off tensors are valid sizes."""
-    for node in list(graph.nodes):
-        if node.target is aten._assert_scalar.default or str(node.target).startswith("aten.sym_constrain_range"):
-            value = node.args[0].meta["val"] if isinstance(node.args[0], fx.Node) else node.args[0]
-            expr = symbolic(value)
-            if value is True or (expr is not None and (expr == sympy.true or depends_on_data(expr))):
-                graph.erase_node(node)
 
 
 def _find_size(node: fx.Node) -> None:

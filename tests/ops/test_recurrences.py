@@ -247,17 +247,19 @@ def test_small_pieces(monkeypatch, limit):
 
 @pytest.mark.parametrize("batch, tokens", [(1, 12), (3, 8), (3, 10), (5, 3)])
 def test_dense_batches(batch, tokens):
-    forest = [segment(row * tokens, tokens, []) for row in range(batch)]
-    blocks, same = Blocks.rows(batch, tokens, 4), Blocks(forest, (), 4)
-    operands = (*attention_operands(batch * tokens), 1.0, torch.zeros(HEADS, KEYS, VALUES, dtype=torch.float64))
-    actual, expected = (linear_attention.forward(*operands, one) for one in (blocks, same))
-    torch.testing.assert_close(actual, expected)
-    grads = [torch.randn_like(one) for one in expected]
-    actual, expected = (linear_attention.backward(*grads, *operands, one) for one in (blocks, same))
-    torch.testing.assert_close(actual, expected)
+    """Equal rows, which are cut into blocks without a copy, give what each of them gives alone."""
+    whole, row = Runs.of_rows(batch, tokens).segments, Runs.of_rows(1, tokens).segments
+    blocks, alone = Blocks(whole, (), 4), Blocks(row, (), 4)
+    assert blocks.join(blocks.cut(torch.arange(batch * tokens))).tolist() == list(range(batch * tokens))
+    operands = attention_operands(batch * tokens)
+    numbers = 1.0, torch.zeros(HEADS, KEYS, VALUES, dtype=torch.float64)
+    rows = [[one[n * tokens : (n + 1) * tokens] for one in operands] for n in range(batch)]
+    actual, _ = linear_attention.forward(*operands, *numbers, blocks)
+    torch.testing.assert_close(actual, torch.cat([linear_attention.forward(*one, *numbers, alone)[0] for one in rows]))
     x, weight, initial = normal(batch * tokens, CHANNELS), normal(CHANNELS, 4), normal(3, CHANNELS)
-    actual = short_convolution.forward(x, weight, initial, Ancestors.rows(batch, tokens, 4))
-    torch.testing.assert_close(actual, short_convolution.forward(x, weight, initial, Ancestors(forest, 4)))
+    actual, _ = short_convolution.forward(x, weight, initial, Ancestors(whole, 4))
+    parts = [short_convolution.forward(one, weight, initial, Ancestors(row, 4))[0] for one in x.split(tokens)]
+    torch.testing.assert_close(actual, torch.cat(parts))
 
 
 @pytest.mark.parametrize("decay", ["head", "channel"])

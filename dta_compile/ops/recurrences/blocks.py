@@ -100,23 +100,8 @@ class Blocks:
         first, last, depth, parent = columns.T
         above = np.where(parent >= 0, depth - depth[parent], 0)  # tokens of the parent
         levels = _levels(parent, (above - 1) // size + 1, len(segments))
-        befores = np.where(parent >= 0, first[parent] + above - 1, -1)
-        self._build(first, last, befores, levels, np.asarray(kept, np.int64) - 1, size)
-
-    @classmethod
-    def rows(cls, batch: int, tokens: int, size: int = 64) -> Blocks:
-        """Cut `batch` runs of `tokens` tokens, each of which begins with the initial state."""
-        blocks = cls.__new__(cls)
-        first, none = np.arange(batch) * tokens, np.zeros(0, np.int64)
-        blocks._build(first, first + tokens, np.full(batch, -1), np.zeros(batch, np.int64), none, size)
-        if tokens % blocks.length == 0:
-            blocks._rows = batch
-        return blocks
-
-    def _build(
-        self, first: Numbers, last: Numbers, befores: Numbers, levels: Numbers, kept: Numbers, size: int
-    ) -> None:
-        """Build tables from segments `[first, last)`, the tokens before them (-1: none), levels, and kept tokens."""
+        befores = np.where(parent >= 0, first[parent] + above - 1, -1)  # the token before each segment; -1: none
+        kept_tokens = np.asarray(kept, np.int64) - 1
         counts = -(-(last - first) // size)
         total = int(counts.sum())
         index = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)  # within the segment
@@ -136,18 +121,22 @@ class Blocks:
         self._places[table[~is_padding]] = np.flatnonzero(~is_padding)
 
         # An exit is identified by the token before it; exits are numbered in the order of the places.
-        wanted = np.unique(np.concatenate([before[before >= 0], kept]))
+        wanted = np.unique(np.concatenate([before[before >= 0], kept_tokens]))
         wanted = wanted[np.argsort(self._places[wanted])]
         numbers = np.zeros(self.tokens + 1, np.int64)  # state numbers by the token before; the last is for token -1
         numbers[wanted] = np.arange(len(wanted)) + 1
         self.exits, self.kept = len(wanted), len(kept)
         self._sources, self._lasts = np.divmod(self._places[wanted], self.length)
-        self._entries, self._kept = numbers[before], numbers[kept]
+        self._entries, self._kept = numbers[before], numbers[kept_tokens]
         self._bounds = self._groups(level)
         self._steps: dict[int, tuple[Step, ...]] = {}
         self.place_bounds = np.searchsorted(np.sort(self._lasts), np.arange(self.length + 1)).tolist()
         self.in_order = np.array_equal(self._sources, np.arange(self.exits))
-        self._rows = 1 if np.array_equal(self._places, np.arange(self.tokens)) else 0  # 0: neither rows nor a chain
+        # Number of equal rows that blocks are taken of in turn; 1: a chain; 0: neither.
+        are_alike = (parent < 0).all() and (last - first == last[:1] - first[:1]).all()
+        are_whole = lengths.min(initial=self.length) == self.length
+        is_chain = np.array_equal(self._places, np.arange(self.tokens))
+        self._rows = 1 if is_chain else len(segments) if are_alike and are_whole else 0
         self._tables: dict[torch.device, Tables] = {}
 
     def _groups(self, level: Numbers) -> list[int]:
@@ -337,13 +326,11 @@ class Runs:
     Attributes:
         segments: the runs; those with parent -1 start from the initial state.
         kept: numbers of tokens of the first run, ascending, after which the state is returned.
-        rows: number and length of the runs, if they are equal rows of a batch.
         derived: cache of objects that recurrences derive from it, for all layers, forward and backward.
     """
 
     segments: tuple[Segment, ...]
     kept: tuple[int, ...] = ()
-    rows: tuple[int, int] | None = None
     derived: dict[Hashable, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -397,7 +384,7 @@ class Runs:
     def of_rows(cls, batch: int, tokens: int, segments: torch.Tensor | None = None) -> Runs:
         """Build the runs of a batch: its rows, split where `segments` `[B, S]` change."""
         if segments is None:
-            return _rows(batch, tokens)
+            return _of_rows(batch, tokens)
         numbers = segments.expand(batch, tokens).cpu()
         changes = torch.ones(batch, tokens, dtype=torch.bool)
         changes[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
@@ -406,6 +393,6 @@ class Runs:
 
 
 @functools.lru_cache(maxsize=8)
-def _rows(batch: int, tokens: int) -> Runs:
+def _of_rows(batch: int, tokens: int) -> Runs:
     """Return one object for all layers of a model, so that they share what they derive from it."""
-    return dataclasses.replace(Runs.of_lengths([tokens] * batch), rows=(batch, tokens))
+    return Runs.of_lengths([tokens] * batch)

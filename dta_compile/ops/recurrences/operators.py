@@ -223,13 +223,8 @@ _CHANNELS = (BATCH, TOKENS, "channels")
 
 def _blocks(runs: Runs, most: int) -> Blocks:
     """Cut the runs into blocks of the cheapest size, at most `most`."""
-
-    def make() -> Blocks:
-        if runs.rows is not None:
-            return Blocks.rows(*runs.rows, most)
-        return Blocks(runs.segments, runs.kept, min(choose_size(runs.segments), most))
-
-    return runs.derive((Blocks, most), make)
+    segments, kept = runs.segments, runs.kept
+    return runs.derive((Blocks, most), lambda: Blocks(segments, kept, min(choose_size(segments), most)))
 
 
 def _blocks_apart(runs: Runs, most: int, of_tokens: Tensors, of_kept: Tensors = ()) -> Blocks:
@@ -262,11 +257,7 @@ def _of_recurrence(operands: Tensors, numbers: tuple[float, ...], runs: Runs, gr
 
 def _of_convolution(operands: Tensors, numbers: tuple[float, ...], runs: Runs, grads: Tensors) -> tuple[Any, ...]:
     width = operands[1].shape[1]
-
-    def make() -> Ancestors:
-        return Ancestors(runs.segments, width, runs.kept) if runs.rows is None else Ancestors.rows(*runs.rows, width)
-
-    return *operands, runs.derive((Ancestors, width), make)
+    return *operands, runs.derive((Ancestors, width), lambda: Ancestors(runs.segments, width, runs.kept))
 
 
 # Bytes per token that forward and backward allocate, measured on chains.

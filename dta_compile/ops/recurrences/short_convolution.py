@@ -32,19 +32,8 @@ class Ancestors:
         columns = np.array([(s.first, s.last, s.depth, s.parent) for s in segments], np.int64).reshape(-1, 4)
         first, last, depth, parent = columns.T
         befores = np.where(parent >= 0, first[parent] + depth - depth[parent] - 1, -1)
-        self._build(first, int(last[-1]) if len(last) else 0, befores, width, np.asarray(kept, np.int64))
-
-    @classmethod
-    def rows(cls, batch: int, tokens: int, width: int) -> Ancestors:
-        """Build them for `batch` runs of `tokens` tokens, each of which begins with the initial state."""
-        ancestors = cls.__new__(cls)
-        first = np.arange(batch) * tokens
-        ancestors._build(first, batch * tokens, np.full(batch, -1), width, np.zeros(0, np.int64))
-        return ancestors
-
-    def _build(self, first: Numbers, tokens: int, befores: Numbers, width: int, kept: Numbers) -> None:
+        tokens, initial = int(last[-1]) if len(last) else 0, width - 1
         self.width, self.tokens, self.kept = width, tokens, len(kept)
-        initial = width - 1
         above = np.arange(-1, initial + tokens - 1)  # the parent of each row
         above[:1] = 0
         above[initial + first] = initial + befores
@@ -56,7 +45,7 @@ class Ancestors:
         self._others = np.flatnonzero((table != shifted).any(0))
         self._above = table[:, self._others]
         self._kept = np.empty((len(kept), initial), np.int64)
-        rows = initial + kept - 1
+        rows = initial + np.asarray(kept, np.int64) - 1
         for number in reversed(range(initial)):
             self._kept[:, number] = rows
             rows = np.maximum(above[rows], 0)

@@ -4,8 +4,12 @@ as fast as it is for models of one or two layers: the cache of fake tensors save
 eight on. What tests run in other processes has the defaults of torch and the package."""
 
 import collections
+import glob
 import os
 import tempfile
+
+if not any(map(glob.glob, ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg"))):  # no GPU: kernels run on a CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before torch imports Triton, which from 3.7 on reads it then
 
 import pytest
 import torch
@@ -21,8 +25,6 @@ settings.load_profile("tests")
 torch.set_num_threads(1)
 torch._dynamo.config.fake_tensor_cache_enabled = False
 os.environ["DTA_CACHE_DIR"] = tempfile.mkdtemp(prefix="dta_compile_tests_")
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined: they then run on a CPU
 
 from dta_compile.options import Options  # noqa: E402 - after the line above
 from dta_compile.program_cache import cache  # noqa: E402

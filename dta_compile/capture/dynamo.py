@@ -106,7 +106,7 @@ def _mark_at_hand(translator: Any) -> None:
     while pending:
         value = pending.pop()
         if isinstance(value, torch.Tensor):
-            if type(value) is torch.Tensor and not _may_be_weight(value):
+            if type(value) is torch.Tensor and not is_weight(value):
                 _mark(value, value)
         elif isinstance(value, (dict, collections.UserDict, list, tuple)) and id(value) not in seen:
             seen.add(id(value))
@@ -452,17 +452,18 @@ def _hints(value: torch.Tensor) -> tuple[Any, ...]:
 def is_data(node: fx.Node) -> bool:
     """Return whether a node is a tensor input but no parameter, buffer or other weight."""
     value, grapharg = node.meta.get("example_value"), node.meta.get("grapharg")
-    if not isinstance(value, torch.Tensor) or grapharg is None or isinstance(value, torch.nn.Parameter):
-        return False
-    if _may_be_weight(value):
+    if not isinstance(value, torch.Tensor) or grapharg is None or is_weight(value):
         return False
     name = grapharg.source.name
     name = name() if callable(name) else str(name)
     return not any(part in name for part in ("_parameters", "_buffers", "_modules"))
 
 
-def _may_be_weight(value: torch.Tensor) -> bool:
-    return value.requires_grad and value.is_leaf and value.dim() <= 2
+def is_weight(value: Any) -> bool:
+    """Return whether an input is a parameter, or a leaf with a gradient that has the rank of one."""
+    if isinstance(value, torch.nn.Parameter):
+        return True
+    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf and value.dim() <= 2
 
 
 def graph_break(module: fx.GraphModule) -> str | None:

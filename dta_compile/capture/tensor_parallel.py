@@ -27,6 +27,7 @@ from torch import fx, nn
 from dta_compile.errors import RefusalError
 from dta_compile.ops import collectives
 from dta_compile.passes.program import where
+from dta_compile.torch_compat.tensors import DTensor
 
 # Operators that Dynamo captures for `dist.all_reduce`; their namespace is private to torch.
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce
@@ -76,7 +77,7 @@ class _Part:
 
 def is_distributed(value: Any) -> bool:
     """Return whether a value is a DTensor."""
-    return isinstance(value, torch.Tensor) and type(value).__name__ == "DTensor"
+    return isinstance(value, DTensor)
 
 
 def on_own_tensors(module: fx.GraphModule) -> LocalGraph | None:

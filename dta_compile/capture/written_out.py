@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from dta_compile.capture.dynamo import is_data, is_weight
 from dta_compile.errors import RefusalError
 from dta_compile.passes.program import name_of, where
 
@@ -87,14 +88,7 @@ def trains_parameters(module: fx.GraphModule) -> bool:
 
 
 def _of_input(node: fx.Node) -> _Origin:
-    value = node.meta.get("example_value")
-    if not isinstance(value, torch.Tensor):
-        return _Origin()
-    weight = isinstance(value, torch.nn.Parameter) or (value.requires_grad and value.is_leaf and value.dim() <= 2)
-    source = getattr(node.meta.get("grapharg"), "source", None)
-    name = getattr(source, "name", "")
-    buffer = "_buffers" in str(name() if callable(name) else name)
-    return _Origin(data=not weight and not buffer, parameters=weight)
+    return _Origin(data=is_data(node), parameters=is_weight(node.meta.get("example_value")))
 
 
 def _follow(

@@ -25,6 +25,15 @@ with needed_for("code that runs below the user's modes"):
     from torch.utils._python_dispatch import _disable_current_modes as without_modes
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 
+with needed_for("tensor parallelism"):
+    if torch.distributed.is_available():
+        from torch.distributed.tensor import DTensor
+    else:
+
+        class DTensor:  # type: ignore[no-redef]
+            """Class of no value, in a torch that has no distributed tensors."""
+
+
 with needed_for("results that are nested in lists and dictionaries"):
     from torch.utils import _pytree as pytree
     from torch.utils._pytree import tree_leaves, tree_map

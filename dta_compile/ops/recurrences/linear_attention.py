@@ -35,7 +35,7 @@ from dta_compile.ops.recurrences.pairwise_decay import (
     times,
 )
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
 MOST_STATES = 2**24  # most elements of states that a step reads
 
 
@@ -52,7 +52,7 @@ def forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    decay: torch.Tensor | None,
+    decay: torch.Tensor,
     beta: torch.Tensor | None,
     scale: float,
     initial: torch.Tensor,
@@ -97,7 +97,7 @@ class _Call:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        decay: torch.Tensor | None,
+        decay: torch.Tensor,
         beta: torch.Tensor | None,
         scale: float,
         initial: torch.Tensor,
@@ -108,11 +108,8 @@ class _Call:
         self.states = blocks.new_states(initial.to(self.dtype))
         self.query = self.heads_first(query) * scale
         self.key, self.value = self.heads_first(key), self.heads_first(value)
-        self.has_decay, self.by_channel = decay is not None, decay is not None and decay.dim() == 3
-        if decay is None:
-            decays = self.value.new_zeros((*self.value.shape[:-1], 1))
-        else:
-            decays = self.heads_first(decay if decay.dim() == 3 else decay[..., None])
+        self.by_channel = decay.dim() == 3
+        decays = self.heads_first(decay if self.by_channel else decay[..., None])
         pairs = ByChannel if self.by_channel else ByHead
         self.pairs = pairs.of(self.query, self.key, decays, beta is not None)
         self.decay = decays.cumsum(2).exp_()
@@ -239,19 +236,16 @@ class _Call:
         if key is not None:
             of_key -= sum_heads(key, groups)
         self.add_sources(of_key, sum_heads(of_write * self.to_exit, groups))
-        of_decay = None
-        if self.has_decay:
-            product = self._to_decay(of_write.mul_(self.write))
-            of_total[tables.sources, :, tables.lasts] += of_through * self.through
-            of_decays += sum_from(of_total)
-            self.add_sources(of_decays, sum_before(product).masked_fill_(self.later, 0))
-            grads = self.heads_last(of_decays)
-            of_decay = grads if self.by_channel else grads[..., 0]
+        product = self._to_decay(of_write.mul_(self.write))
+        of_total[tables.sources, :, tables.lasts] += of_through * self.through
+        of_decays += sum_from(of_total)
+        self.add_sources(of_decays, sum_before(product).masked_fill_(self.later, 0))
+        of_decay = self.heads_last(of_decays)
         return (
             self.heads_last(of_query.mul_(self.scale)),
             self.heads_last(of_key),
             self.heads_last(of_value),
-            of_decay,
+            of_decay if self.by_channel else of_decay[..., 0],
             None if of_beta is None else self.heads_last(of_beta)[..., 0],
             of_initial,
         )

@@ -1,1 +1,1 @@
-"""Show plans as self-contained HTML pages. Never imports torch."""
+"""Show plans as self-contained HTML pages and as text. Never imports torch."""

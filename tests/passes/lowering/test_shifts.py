@@ -121,6 +121,10 @@ def gated_by_a_layer(x, g):  # modded-nanogpt's smear
     return torch.cat([x[:, :1], x[:, 1:] + gate * x[:, :-1]], 1)
 
 
+def bounded(x, g):
+    return torch.cat([x[:, :1], x[:, 1:] + (g * x[:, :-1]).clamp(-0.5, 0.5) ** 2], 1)
+
+
 def of_some_features(x, g):
     y = (x * g).unflatten(-1, (2, -1))
     y[:, 1:, :, 4:] = y[:, :-1, :, 4:].clone()
@@ -193,6 +197,7 @@ def after_a_layer_of_zero(x, g):
         after_padded_features,
         of_one_length,
         gated_by_a_layer,
+        bounded,
         of_some_features,
     ],
 )

@@ -26,6 +26,7 @@ from dta_compile.divergence.causes import (
     Comparison,
     Difference,
     Hunk,
+    Ints,
     align,
     cause_of_text,
     cause_of_tokens,
@@ -175,7 +176,6 @@ def _record_written(batch: Batch, comparison: Comparison) -> None:
     batch.wrote[sequence] = wrote
 
 
-Ints = NDArray[np.int64]
 Decode = Callable[[Sequence[int]], str]
 
 

@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dta_compile.ops.recurrences.blocks import uploaded
 from dta_compile.plan.tree.segments import Segment
-
-Numbers = npt.NDArray[np.int64]
 
 
 class Ancestors:

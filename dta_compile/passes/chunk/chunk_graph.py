@@ -20,13 +20,11 @@ from dta_compile.executable.layouts import Axis, Flat, InputKind, Layout
 from dta_compile.ops.mixer import has_several_results
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import erase_unused, is_uniform
-from dta_compile.passes.graphs.operators import OF_TWO_TENSORS, SQUEEZES, TAKE_A_SHAPE
+from dta_compile.passes.graphs.operators import OF_TWO_TENSORS, SQUEEZES, TAKE_A_SHAPE, aten
 from dta_compile.passes.graphs.subgraph import add_call, copied, graph_module
 from dta_compile.passes.program import ChunkInput, Program, has_tensor, where
 from dta_compile.passes.symbols import free_symbols, new_size, sizes, symbolic
 from dta_compile.torch_compat.sizes import ShapeEnv
-
-aten = torch.ops.aten
 
 
 @contract(

@@ -21,7 +21,7 @@ from dta_compile.passes.chunk.chunk_graph import fake_inputs, free_sizes
 from dta_compile.passes.chunk.vocabulary import CAST, TOPS, Kind, Reading, Reduction, Scaling, Step, top_dim
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import descendants, erase_unused, swaps
-from dta_compile.passes.graphs.operators import LINEAR_LAYERS, TRANSPOSITIONS
+from dta_compile.passes.graphs.operators import LINEAR_LAYERS, TRANSPOSITIONS, aten
 from dta_compile.passes.program import Program, ancestors
 from dta_compile.torch_compat.sizes import ShapeEnv
 from dta_compile.torch_compat.tensors import (
@@ -32,7 +32,6 @@ from dta_compile.torch_compat.tensors import (
     pytree,
 )
 
-aten = torch.ops.aten
 # The backward recomputes the logits, a fourth matrix product beside three. From about this size on that costs less than
 # moving logits through memory, whose rows are then several times as long as those of any other value.
 LEAST_VOCABULARY = 2**15

@@ -13,12 +13,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 
-from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, PRODUCTS, QUOTIENTS, TRANSPOSITIONS
-
-aten = torch.ops.aten
+from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, PRODUCTS, QUOTIENTS, TRANSPOSITIONS, aten
 
 Step = tuple[bool, Any]
 CAST = {"dtype", "device", "layout", "memory_format"}  # keywords that change numbers at most by rounding

@@ -15,13 +15,11 @@ import torch
 from torch import fx
 
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.graphs.operators import KEEP_ORDER_IN_PLACE, VIEWS_OF_ORDER
+from dta_compile.passes.graphs.operators import KEEP_ORDER_IN_PLACE, VIEWS_OF_ORDER, aten
 from dta_compile.passes.graphs.storage import storages, view_source
 from dta_compile.passes.program import Program, output_node, writes_in_place
 from dta_compile.passes.stage_graphs import StageGraphs
 from dta_compile.passes.symbols import sizes
-
-aten = torch.ops.aten
 
 SMALL = 2**16  # entries of a gradient that is kept to the end of the graph: negligible beside activations
 

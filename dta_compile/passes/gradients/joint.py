@@ -27,8 +27,6 @@ from dta_compile.passes.tracing import tracing
 from dta_compile.torch_compat.sizes import ShapeEnv
 from dta_compile.torch_compat.tensors import DisableAutocast, FakeTensorMode
 
-aten = torch.ops.aten
-
 
 @contract(
     reads=[

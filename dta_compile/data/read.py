@@ -55,7 +55,7 @@ def read(path: str, options: ReadOptions | None = None) -> Recording:
     options = options or ReadOptions()
     tokenizer = load_tokenizer(options.tokenizer, options.chat_template) if options.tokenizer is not None else None
     reader = RowReader(options, tokenizer)
-    files = _files(path, options)
+    files = _files(path)
     batches: list[list[Recorded]] = []
     kinds: list[str] = []
     for file in files:
@@ -70,7 +70,7 @@ def read(path: str, options: ReadOptions | None = None) -> Recording:
     return Recording(tuple(batches), ", ".join(kinds) or "nothing", tokenizer)
 
 
-def _files(path: str, options: ReadOptions) -> list[str]:
+def _files(path: str) -> list[str]:
     folder = Path(path)
     if path == "-" or not folder.is_dir() or is_saved_dataset(folder):
         return [path]

@@ -392,7 +392,7 @@ def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
             known[part.graphs]._replace(
                 sent=part.written_bytes,
                 reduced=layers.bytes_of_sums(call.parameters(part)) if layers else 0,
-                gathered=layers.bytes_of(number) if layers else (0, 0),
+                gathered=layers.bytes_of(number) if layers else (0, 0, 0),
             )
             for number, part in enumerate(executable.parts)
         ),

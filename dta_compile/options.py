@@ -66,7 +66,7 @@ class Options:
             like "8GB" or "1.5GiB"; None: the default share of the free memory; 0: nothing beyond the minimum of a sweep
             of stages (with sweep="chunks", the paper's depth-bounded memory).
         groups: least number of groups of subtrees that a sweep of stages goes through one after another, which divides
-            the hidden states between layers and takes one more forward; None: one, or as many as memory demands.
+            the hidden states between layers and takes up to one more forward; None: one, or as many as memory demands.
         mesh: ranks that call the model together, each with rows of its own: a process group or a one-dimensional
             `DeviceMesh`. Their rows may then run as one prefix tree, in a sweep of stages: no token is computed on two
             ranks. Parameter gradients of a rank are those of the tokens that it computed, so only their sum (or mean)

@@ -141,7 +141,8 @@ class OverRanks:
         budget, of_layers = budget_of("chunks", sums), budget_of("stages", max(part.sums for part in parts))
         boundaries = tree.num_rows * sum(part.sent for part in parts)
         sizes = chunk_sizes(budget, footprint.graph_token)
-        by_stages = of_layers, chunk_sizes(of_layers, parts[0].footprint.graph_token, BY_STAGES, boundaries)
+        widest = parts[0].footprint.graph_token
+        by_stages = of_layers, chunk_sizes(of_layers, widest, BY_STAGES, boundaries, tree.num_rows)
         cost, heads = cost_of(self.shape, self.device), head_starts_of(tree, sequences)
         return Limits(budget, footprint, cost, heads, sizes, sums, parts, asked is not None, by_stages)
 

@@ -341,8 +341,9 @@ class _Step:
         if sweep == "chunks":
             sizes = chunk_sizes(room, self.footprint.graph_token)
         else:
-            boundaries = self.tree.num_rows * sum(part.sent for part in self.parts)
-            sizes = chunk_sizes(room, self.parts[0].footprint.graph_token, BY_STAGES, boundaries)
+            tokens = self.tree.num_rows
+            boundaries = tokens * sum(part.sent for part in self.parts)
+            sizes = chunk_sizes(room, self.parts[0].footprint.graph_token, BY_STAGES, boundaries, tokens)
         limits = Limits(budget, self.footprint, self.cost, self.heads, sizes, self.sums, self.parts)
         if sweep == "stages" and budget is not None:
             limits = dataclasses.replace(limits, room=self.room)

@@ -66,12 +66,14 @@ class LayerGroups:
                 with group.use_training_state(type(group._training_state).PRE_BACKWARD):
                     group.unshard(async_op=True)
 
-    def bytes_of(self, part: int) -> tuple[int, int]:
-        """Return the bytes on this rank of gathered parameters and whole gradients while a part goes forward and back.
+    def bytes_of(self, part: int) -> tuple[int, int, int]:
+        """Return the bytes on this rank of gathered parameters and whole gradients while a part goes forward and back,
+        and while its gradients are reduced.
 
         Forward these are the part's parameters, and those of the next part, which are on their way; backward likewise
-        with the part before. Backward there are also the input of the latest reduction, which FSDP2 holds until the
-        next one, and gradients that are reduced after all parts. What collectives allocate themselves is not known.
+        with the part before. Backward there are also gradients that are reduced after all parts, and on a GPU the input
+        of the latest reduction, which FSDP2 holds until the next one. A reduction has its input and its output, and
+        gloo a copy of the input. What other collectives allocate themselves is not known.
         """
         own = set(self._of(part))
         forward, backward = (
@@ -83,7 +85,15 @@ class LayerGroups:
         waiting = sum(self.waiting[number] for number in later)
         reduced = [group for states in final for group in groups_of(states) if group.reduce_grads]
         waiting += sum(bytes_of_gradients(g) for states in final for g in groups_of(states) if not g.reduce_grads)
-        return forward, backward + waiting + (bytes_of_gradients(reduced[0]) if reduced else 0)
+        on_host = any(group.device.type == "cpu" for group in groups_of(own))
+        before = bytes_of_gradients(reduced[0]) if reduced and not on_host else 0
+        reducing = 0
+        for group in groups_of(state for state in own if self._first[state] == part):
+            if group.reduce_grads:
+                size = bytes_of_gradients(group)
+                output = size // getattr(group.mesh_info, "shard_mesh_size", 1)
+                reducing = max(reducing, backward - bytes_of_parameters(group) + size * (1 + on_host) + output)
+        return forward, backward + waiting + before, reducing + waiting
 
     def bytes_of_sums(self, parameters: Sequence[torch.Tensor]) -> int:
         """Return the bytes of the sums of gradients of those parameters that belong to the groups."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -90,12 +91,13 @@ def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -
     """Return the cheaper sweep of one strategy, and a reason that names the least bytes that each sweep needs."""
     assert limits.budget is not None
 
-    def chosen(sweep: str, budget: int, sizes: slice = slice(None)) -> Choice:
-        of_sweep = limits.of_sweep(sweep)
-        known = dataclasses.replace(of_sweep, budget=budget, chunk_sizes=of_sweep.chunk_sizes[sizes])
+    @functools.cache
+    def chosen(sweep: str, budget: int, sizes: tuple[int, ...]) -> Choice:
+        known = dataclasses.replace(limits.of_sweep(sweep), budget=budget, chunk_sizes=sizes)
         return _choose_for_sweep(tree, dataclasses.replace(options, sweep=sweep), mode, known)[0]
 
-    nothing = {sweep: chosen(sweep, 0, slice(1)) for sweep in SWEEPS}
+    sizes_of = {sweep: limits.of_sweep(sweep).chunk_sizes for sweep in SWEEPS}
+    nothing = {sweep: chosen(sweep, 0, sizes_of[sweep][:1]) for sweep in SWEEPS}
     least = {sweep: choice.peak for sweep, choice in nothing.items()}
     left = {sweep: int(min(least.values()) + limits.budget - least[sweep]) for sweep in SWEEPS}
     free = {sweep: limits.of_sweep(sweep).budget or 0 for sweep in SWEEPS}
@@ -103,7 +105,7 @@ def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -
         left = {sweep: budget or -1 for sweep, budget in free.items()}
         if nothing["stages"].schedule.groups:  # as many groups as fit
             left["stages"] = 0
-    choices = [chosen(sweep, budget) for sweep, budget in left.items() if budget >= 0]
+    choices = [chosen(sweep, budget, sizes_of[sweep]) for sweep, budget in left.items() if budget >= 0]
     best = min(choices, key=lambda choice: choice.seconds)
     bytes_of_both = ", ".join(f"{sweep} {size / 2**20:,.0f} MiB" for sweep, size in least.items())
     return best, f"; sweeps {best.schedule.sweep}: at least {bytes_of_both}"

@@ -20,6 +20,7 @@ _PACKED = Options(strategy="packed")
 STATES_SHARE = 0.1  # share of a layer's forward that computes its states: a norm and the key and value projections
 BUDGET_SHARE = 0.5  # default budget, as a share of the memory that is free when a call starts
 SMALL_CHUNKS = (256, 512, 1024)  # tokens
+FEW_CHUNKS = 4  # most small chunks of a tree: many of them took 1.25 times as long (`airline_tiny`, 10,267 tokens)
 CHUNK_SIZES, CHUNK_SHARE = (CHUNK_TOKENS, *(2**n for n in range(12, 17))), 0.4  # tokens; share of the budget
 BOUNDARY_SHARE = 0.25  # share of values passed between parts that activations of a chunk of one part may take as well
 BY_CHUNKS, BY_STAGES = 8192, 2**16  # most tokens of a chunk if activations of all layers, or of one layer, are held
@@ -93,7 +94,7 @@ class CostModel:
 
 
 def chunk_sizes(
-    budget: float, bytes_per_token: float, most: int = BY_CHUNKS, boundaries: float | None = None
+    budget: float, bytes_per_token: float, most: int = BY_CHUNKS, boundaries: float | None = None, tokens: int = 0
 ) -> tuple[int, ...]:
     """Return the chunk sizes to choose from if the user sets none, given a budget and activation bytes per token.
 
@@ -104,10 +105,12 @@ def chunk_sizes(
         boundaries: of a sweep of stages, the bytes of values passed between parts, which are there with any budget.
             Where nothing was kept, chunks of 2,048 tokens took 6.0 s on an H200, of which the GPU worked 1.4; with few
             tokens, such chunks would take most of the memory. None: a sweep of chunks.
+        tokens: tokens of the tree, which is not cut into many small chunks.
     """
     allowed = CHUNK_SHARE * budget if boundaries is None else max(CHUNK_SHARE * budget, BOUNDARY_SHARE * boundaries)
     usual, *larger = CHUNK_SIZES
-    smaller = () if boundaries is None else (size for size in SMALL_CHUNKS if 2 * size * bytes_per_token > allowed)
+    small = () if boundaries is None else SMALL_CHUNKS
+    smaller = (size for size in small if 2 * size * bytes_per_token > allowed and size * FEW_CHUNKS >= tokens)
     return *smaller, usual, *(size for size in larger if size <= most and size * bytes_per_token <= allowed)
 
 

@@ -75,7 +75,7 @@ class PartBytes(NamedTuple):
         returned: gradients of its outputs of the call, both as they arrive and summed onto rows.
         reduced: share of `sums` that is reduced over ranks after every group of subtrees, instead of after all.
         gathered: parameters gathered from other ranks, and whole gradients not yet reduced, as it goes forward and
-            backward.
+            backward, and as its gradients are reduced.
     """
 
     footprint: Footprint
@@ -83,7 +83,7 @@ class PartBytes(NamedTuple):
     sent: float = 0.0
     returned: float = 0.0
     reduced: float = 0.0
-    gathered: tuple[float, float] = (0.0, 0.0)
+    gathered: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 def bytes_of_halves(
@@ -124,7 +124,7 @@ def bytes_of_halves(
         first = max(first, held + stack + forward + sent + part.gathered[0])
         # The second half runs the parts in reverse: later parts are freed, and gradients of sent values are here.
         here = 2 * stack + part.returned + part.gathered[1]
-        second = max(second, held + here + backward + 2 * sent)
+        second = max(second, held + here + backward + 2 * sent, held + part.gathered[2])
         held += sent + (left if len(parts) > 1 else 0.0)
     return first, second
 

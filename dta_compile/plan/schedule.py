@@ -147,8 +147,9 @@ class Schedule:
 
     Where hidden states of all parts would take too much memory, the sweep runs over groups of subtrees: each group has
     a schedule of its own, over the tree of its sequences alone, so that groups run again what they share. All groups go
-    through all parts to write their outputs. Then, from the last group to the first, the group's first half runs again
-    to have its hidden states, and its second half. Nothing is kept from group to group but sums of gradients.
+    through all parts to write their outputs. Then, from the last group to the first, the group's second half runs;
+    before it, the first half again for the hidden states, which only the last group still has. Nothing is kept from
+    group to group but sums of gradients.
 
     Attributes:
         strategy: planner strategy that made it.

@@ -97,12 +97,13 @@ def by_group(
 
 
 def _of_all_groups(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None) -> Simulation:
-    """Count all groups. The first half of each runs twice: for its outputs, and for its hidden states."""
+    """Count all groups. The first half of each but the last runs twice: for its outputs, and for its hidden states."""
     counts: list[Simulation] = []
-    for part, of_group, starts in by_group(tree, schedule, head_starts):
-        both = simulate(part, of_group, starts)
-        first = simulate(part, dataclasses.replace(of_group, ops=of_group.halves[0]), starts)
-        counts.append(dataclasses.replace(both, forward=both.forward.plus(first.forward)))
+    for number, (part, of_group, starts) in enumerate(by_group(tree, schedule, head_starts), 1):
+        counts.append(simulate(part, of_group, starts))
+        if number < len(schedule.groups):
+            first = simulate(part, dataclasses.replace(of_group, ops=of_group.halves[0]), starts).forward
+            counts[-1] = dataclasses.replace(counts[-1], forward=counts[-1].forward.plus(first))
 
     total = _merged(counts, lambda name, values: max(values) if name in _PEAKS else sum(values))
     return dataclasses.replace(total, recomputed_tokens=total.forward.tokens - tree.num_rows)

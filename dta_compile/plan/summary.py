@@ -187,7 +187,7 @@ def _parts(schedule: Schedule) -> str:
 
 
 def _groups(schedule: Schedule) -> str:
-    return f"{len(schedule.groups)} groups of subtrees, one after another, each forward once more before its backward"
+    return f"{len(schedule.groups)} groups of subtrees, one after another; each but the last forward twice for it"
 
 
 def _ranks(dealing: Dealing, rank: int) -> str:

@@ -1,9 +1,10 @@
 """A sweep of stages over groups of subtrees, one group after another (see `plan.schedule.Schedule`).
 
-Forward, each group goes through all parts for its outputs, and its values between parts are freed. Backward, the node
-of the outputs takes their gradients and runs all groups but the first: forward once more, then backward. The node of
-each part then runs the first group's backward, and returns the sums over all groups as gradients of its parameters. So
-a parameter's gradient arrives once, the last part's first, as without groups.
+Forward, each group goes through all parts for its outputs, and its values between parts are freed, except those of the
+last group. Backward, the node of the outputs takes their gradients and runs all groups but the first, the last one
+first: forward once more, if its values are not there, then backward. The node of each part then runs the first group's
+backward, and returns the sums over all groups as gradients of its parameters. So a parameter's gradient arrives once,
+the last part's first, as without groups.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class GroupSweep:
         first: no earlier part goes backward.
         grads: gradients of the dense frontier values, while a backward runs.
         group: the first group, whose backward the nodes of the parts run.
+        last: the last group after its forward, for the first backward.
         sums: by part, sums of parameter gradients over the groups that have gone backward.
     """
 
@@ -48,6 +50,7 @@ class GroupSweep:
         self.first = next((number for number, part in enumerate(call.parts) if part.graphs.differentiated), 0)
         self.grads: Gradients = ()
         self.group: GroupRun | None = None
+        self.last: GroupRun | None = None
         self.sums: dict[int, list[AnySum | None]] = {}
 
     def outputs(self) -> list[torch.Tensor | None]:
@@ -56,15 +59,18 @@ class GroupSweep:
         heads, frontier = len(call.rows.head_positions), call.executable.frontier
         rows = output_buffers(AllRows, frontier, call.wanted, heads, call.device, training=True)
         for group in call.groups:
-            GroupRun(group).forward(rows)
+            self.last = GroupRun(group)
+            self.last.forward(rows, leaves=group is call.groups[-1])
         return [None if buffer is None else call.layout.expand(i, buffer) for i, buffer in enumerate(rows)]
 
     def begin_backward(self, grads: Gradients) -> None:
         """Run the backward of all groups but the first, and the forward of the first."""
         self.grads, self.sums = grads, {}
         for call in reversed(self.call.groups[1:]):
-            group = GroupRun(call)
-            group.forward()
+            group, self.last = self.last, None
+            if group is None:
+                group = GroupRun(call)
+                group.forward()
             with contextlib.nullcontext() if self.layers is None else self.layers.in_between():
                 for number in reversed(range(self.first, len(call.parts))):
                     self._add(group, number)
@@ -123,9 +129,12 @@ class GroupRun:
         self.crossing: dict[int, list[torch.Tensor]] = {}
         self.gradients: dict[int, list[torch.Tensor | None]] = {}
 
-    def forward(self, outputs: Sequence[RowBuffer | None] | None = None) -> None:
-        """Run the forward of all parts. Write frontier values to `outputs` and keep nothing, or without them keep what
-        the backward needs."""
+    def forward(self, outputs: Sequence[RowBuffer | None] | None = None, leaves: bool = True) -> None:
+        """Run the forward of all parts. Write frontier values to `outputs`, if they are given.
+
+        Args:
+            leaves: leave the values between parts, for the backward.
+        """
         layers, last_read = self.call.context.layers, {v: n for n, run in enumerate(self.runs) for v in run.part.reads}
         index = upload(self.call.head_rows, self.call.device)
         for number, run in enumerate(self.runs):
@@ -139,11 +148,11 @@ class GroupRun:
             if layers is not None:
                 layers.end(number)
             self.crossing |= {value: sent[i :: len(part.writes)] for i, value in enumerate(part.writes)}
+            for value in part.reads:
+                if last_read[value] == number and not leaves:
+                    del self.crossing[value]
             if outputs is None:
                 continue
-            for value in part.reads:
-                if last_read[value] == number:
-                    del self.crossing[value]
             for i, buffer in zip(part.frontier, rows, strict=True):
                 if (output := outputs[i]) is not None and buffer is not None:
                     output.values.index_copy_(0, index, buffer.values[:-1])

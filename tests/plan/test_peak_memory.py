@@ -158,6 +158,8 @@ def test_bytes_of_halves_of_a_sweep_of_stages():
         sent + stack + 5,
         max(2 * stack + 100 + graph + 2 * sent, sent + 2 * stack + 7 + graph),
     )
+    reducing = [parts[0], parts[1]._replace(gathered=(0, 0, 1000))]
+    assert bytes_of_halves(tree, schedule, reducing, 2)[1] == sent + 1000, "activations are freed by then"
     kept = Schedule.parse(f"{HEADER}\nforward s0[0:2] out\npop s0[0:2]\nattach s0\nbackward s0[0:2]")
     kept = dataclasses.replace(kept, sweep="stages")
     assert bytes_of_halves(tree, kept, parts, 2)[0] == sent + graph + stack + graph, "the first part's graph stays"

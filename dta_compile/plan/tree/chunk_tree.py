@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import weakref
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -48,15 +49,24 @@ class ChunkTree:
         return list(map(len, starts))
 
 
+_KNOWN: weakref.WeakKeyDictionary[PrefixTree, dict[tuple[str, str, int, int], ChunkTree]] = weakref.WeakKeyDictionary()
+
+
 def chunk_tree(tree: PrefixTree, options: Options, states: bool = False) -> ChunkTree:
     """Cut the tree into chunks by `options.strategy`: single slices along a leaf order, or packed chunks.
 
     `states`: the model has running states, so slices are cut at multiples of the recurrent kernels' block.
+
+    Plans that are compared have the same chunks, so these are known as long as the tree is there.
     """
-    block = _RECURRENCE_BLOCK if states else 1
-    if options.strategy == "packed":
-        return ChunkTree(*pack(tree, chunk_size_of(tree, options), options.order), block)
-    return _along_leaves(tree, options, block)
+    block, size = _RECURRENCE_BLOCK if states else 1, chunk_size_of(tree, options)
+    known, key = _KNOWN.setdefault(tree, {}), (options.strategy, options.order, size, block)
+    if key not in known:
+        packed = options.strategy == "packed"
+        known[key] = (
+            ChunkTree(*pack(tree, size, options.order), block) if packed else _along_leaves(tree, options, block)
+        )
+    return known[key]
 
 
 def chunk_size_of(tree: PrefixTree, options: Options) -> int:

@@ -48,10 +48,6 @@ from dta_compile.runtime.rows.tree_to_dense import BatchLayout
 
 logger = logging.getLogger("dta_compile")
 
-FEW_CHUNKS = (
-    4  # most chunks of fewer than `CHUNK_TOKENS` tokens: `airline_tiny` (10,267 tokens) took 1.25 times as long
-)
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlannedCall(Call):
@@ -396,7 +392,7 @@ def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
             known[part.graphs]._replace(
                 sent=part.written_bytes,
                 reduced=layers.bytes_of_sums(call.parameters(part)) if layers else 0,
-                gathered=layers.bytes_of(number) if layers else (0, 0),
+                gathered=layers.bytes_of(number) if layers else (0, 0, 0),
             )
             for number, part in enumerate(executable.parts)
         ),
@@ -413,8 +409,7 @@ def _by_stages(call: Call, parts: Sequence[PartBytes], rows: BatchRows) -> tuple
     if budget is None:
         budget = default_budget(call.device, int(max(part.sums for part in parts) + boundary_bytes))
     widest = max(part.footprint.graph_token + part.footprint.graph_head for part in parts)
-    sizes = chunk_sizes(budget, widest, BY_STAGES, boundary_bytes)
-    sizes = tuple(size for size in sizes if size >= min(rows.tree.num_rows / FEW_CHUNKS, CHUNK_TOKENS))
+    sizes = chunk_sizes(budget, widest, BY_STAGES, boundary_bytes, rows.tree.num_rows)
     # A host that computes by itself loses little by a few small chunks.
     return budget, sizes[:1] if call.device.type == "cpu" and sizes[0] < CHUNK_TOKENS else sizes
 

@@ -29,6 +29,7 @@ def test_chunks_are_smaller_where_their_activations_would_be_no_small_share_of_w
     by_boundaries = {2**32: (2048, 4096, 8192), 2**30: (2048,), 2**29: (1024, 2048), 2**25: (256, 512, 1024, 2048)}
     assert {size: chunk_sizes(0, 2**17, boundaries=size) for size in by_boundaries} == by_boundaries
     assert chunk_sizes(2**30, 2**17, boundaries=0) == (2048,)
+    assert chunk_sizes(0, 2**17, boundaries=2**25, tokens=2049) == (1024, 2048)  # and are few
 
 
 def test_the_plan_says_how_large_chunks_are(monkeypatch):

@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 @contract(
     reads=[
-        *("inputs", "placeholders", "mixers", "mixer_nodes", "draws", "written", "other_batches", "chunk", "folding"),
+        *("inputs", "placeholders", "mixers", "mixer_nodes", "chunk", "folding"),
         *("region_parameters", "constant_inputs", "trunk_inputs", "head_inputs"),
     ],
     fills=["stages", "copied_mixers"],

@@ -124,7 +124,23 @@ def _with_marked_arrays(choose_sizes: Callable[..., Any]) -> Callable[..., Any]:
     return choose_sizes_marked
 
 
+def _with_constants_of_modules(wrap: Callable[[Any, float], Any]) -> Callable[[Any, float], Any]:
+    """Make a float of a module, as an epsilon of a norm, a constant until it changes, as torch makes its integers.
+
+    With `dynamic=True` it would be an input of the graph: several for each layer, which then cannot be traced once.
+    """
+
+    def wrap_symfloat(self: Any, value: float) -> Any:
+        if not (frames.is_ours(self.tx.output.compiler_fn) and self.source.guard_source.is_unspecialized_nn_module()):
+            return wrap(self, value)
+        with dynamo_config.patch(assume_static_by_default=True):
+            return wrap(self, value)
+
+    return wrap_symfloat
+
+
 wrap_once(builder, "_automatic_dynamic", _with_marked_arrays)
+wrap_once(builder.VariableBuilder, "wrap_symfloat", _with_constants_of_modules)
 
 
 def allow_one_more_graph() -> None:

@@ -48,7 +48,7 @@ from dta_compile.passes.fusion.codegen import codegen
 from dta_compile.passes.fusion.host_calls import host_calls
 from dta_compile.passes.gradients.accumulate import accumulate
 from dta_compile.passes.gradients.joint import joint
-from dta_compile.passes.gradients.unroll import NotRepeated
+from dta_compile.passes.gradients.unroll import NotRepeated, require_repeated
 from dta_compile.passes.lowering.lower import lower
 from dta_compile.passes.masks.mixers import mixers
 from dta_compile.passes.memory.in_place import in_place
@@ -116,6 +116,7 @@ def _run(program: Program, passes: Sequence[Pass], skip: Collection[str], stop_a
         start = time.perf_counter()
         snapshot.compare(step)
         step(program)
+        require_repeated(program)  # as soon as it is known, because all passes run anew
         sign(program, step)
         snapshot.take(step)
         check(program, step)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._dynamo.utils import compilation_time_metrics
+from torch._dynamo.utils import compilation_time_metrics, counters
 
 from tests.support.tiny import TinyLM
 
@@ -177,6 +177,18 @@ def test_a_later_change_of_one_copy_is_seen():
         change(net.blocks[2])
         net.blocks[2].double().load_state_dict(before)
         assert_same(net, compiled, x)
+
+
+def test_floats_of_modules_are_constants_until_they_change():
+    net, x = Net(6).double(), torch.randn(5, 8, dtype=torch.float64)
+    compiled = torch.compile(net, backend="dta", dynamic=True)
+    assert_same(net, compiled, x)
+    assert reuses() == 4
+    before = counters["stats"]["unique_graphs"]
+    for value in (2.0, 3.0, 4.0, 5.0):
+        net.blocks[2].factor = value
+        assert_same(net, compiled, x)
+    assert counters["stats"]["unique_graphs"] == before + 2  # Dynamo looks at the first change of a copy only
 
 
 class Recording(Block):

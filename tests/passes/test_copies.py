@@ -11,7 +11,7 @@ from dta_compile.passes.copies.fold import fold
 from dta_compile.passes.sealing.seal import seal
 from tests.support.tiny import SMALL_CHUNKS, TinyLM, after, assert_same, shared_ids, weighted
 
-LAYERS = 7
+LAYERS = 8
 
 
 class Alternating(TinyLM):
@@ -22,6 +22,16 @@ class Alternating(TinyLM):
         for i, block in enumerate(self.blocks):
             x = block(x + first, pairs) * (0.5 if i % 2 else 1.0)
         return self.norm(x + first)
+
+
+class JoinedByFirst(TinyLM):
+    """The embedding joins each layer, the first with itself, and nothing after the last."""
+
+    def mix(self, x, pairs=None):
+        first = x
+        for block in self.blocks:
+            x = block(0.5 * x + first, pairs)
+        return self.norm(x)
 
 
 class ScaledDifferently(TinyLM):
@@ -87,7 +97,7 @@ def compiled(monkeypatch):
     return compile_with
 
 
-@pytest.mark.parametrize(("model", "mixers"), [(Alternating, 2), (WrittenOver, 1)])
+@pytest.mark.parametrize(("model", "mixers"), [(Alternating, 2), (JoinedByFirst, 1), (WrittenOver, 1)])
 def test_executable_of_a_few_copies_is_that_of_all(model, mixers, compiled):
     model, found, run_passes = model(layers=LAYERS * mixers), [], passes.run_passes
 

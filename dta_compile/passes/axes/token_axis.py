@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -58,7 +58,6 @@ def token_axis(program: Program) -> None:
     dependent: set[fx.Node] = set()
     # Rules read what has been found so far.
     program.values, program.roots, program.input_layouts, program.parameter_dependent = values, roots, {}, dependent
-    known = _Known(program)
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
     trained = (InputKind.PARAMETER, InputKind.DIFFERENTIABLE_DATA)
     dependent |= {node for node, spec in inputs.items() if spec.kind in trained}
@@ -74,62 +73,7 @@ def token_axis(program: Program) -> None:
         elif node.op != "output":
             if len(dependent) > closed and has_tensor(node) and not dependent.isdisjoint(node.all_input_nodes):
                 dependent.add(node)
-            values[node] = known.interpret(node)
-
-
-class _Known:
-    """What was found of an operator holds for its copies in other layers, whose traced values are the same objects."""
-
-    def __init__(self, program: Program) -> None:
-        self.program, self.values, self.dependent = program, program.values, program.parameter_dependent
-        self.found: dict[Hashable, tuple[Layout, dict[int, Layout]]] = {}  # with the layouts that arguments adopt
-        self.facts: dict[fx.Node, int | None] = {}
-        self.numbers: dict[Hashable, int] = {}  # of facts
-
-    def interpret(self, node: fx.Node) -> Value:
-        """The value of a node; `roots` and `input_layouts` of the program are added to."""
-        layouts: Any = self.program.input_layouts
-        is_known = node.op == "call_function" and node in self.dependent
-        key = self._key(node) if is_known and node not in self.program.other_batches else None
-        if key in self.found:
-            value, adopted = self.found[key]
-            if adopted:
-                args = node.all_input_nodes
-                layouts.update({(node, args[i]): layout for i, layout in adopted.items()})
-            return value
-        result = _interpret(self.program, node)
-        if key is not None and isinstance(result, Layout):
-            pairs = ((i, layouts.get((node, arg))) for i, arg in enumerate(node.all_input_nodes))
-            self.found[key] = result, {i: layout for i, layout in pairs if layout is not None}
-        return result
-
-    def _key(self, node: fx.Node) -> Hashable:
-        """The operator, with what rules go by of its arguments and its result."""
-        numbers = {arg: f"%{i}" for i, arg in enumerate(node.all_input_nodes)}
-        facts = tuple([self._facts(arg) for arg in numbers])
-        if None in facts:
-            return None
-        shown = repr(fx.node.map_arg((node.args, node.kwargs), numbers.get))
-        return node.target, id(node.meta["val"]), shown, facts
-
-    def _facts(self, node: fx.Node) -> int | None:
-        """A number of what rules go by of an argument; None if its tokens are mixed."""
-        if node not in self.facts:
-            value = self.values[node]
-            is_mixed = any(isinstance(item, Mixed) for item in items_of(value))
-            facts = _identity(node), value, node in self.dependent
-            self.facts[node] = None if is_mixed else self.numbers.setdefault(facts, len(self.numbers))
-        return self.facts[node]
-
-
-def _identity(node: fx.Node) -> Hashable:
-    """Equal for nodes whose traced values rules cannot tell apart: weights of copies are inputs with tensors alike."""
-    traced = node.meta["val"]
-    if not has_tensor(node):
-        return str(traced)
-    sizes = (*traced.shape, *traced.stride()) if node.op == "placeholder" else (None,)
-    is_alike = all(isinstance(size, int) for size in sizes)
-    return (sizes, traced.dtype, traced.device, traced.requires_grad) if is_alike else id(traced)
+            values[node] = _interpret(program, node)
 
 
 def _find_axes(program: Program) -> None:

@@ -25,7 +25,7 @@ from dta_compile.passes.graphs.subgraph import graph_module
 from dta_compile.passes.lowering.repeated_calls import PLAIN, facts_of
 from dta_compile.passes.program import Folding, Program
 
-KEPT = 4  # copies: the first and the last may be special, and two neighbours are compared
+KEPT = 5  # copies: the first and the last two may be special (by what they read last), and two neighbours are compared
 LEAST_LEFT_OUT = 2
 
 

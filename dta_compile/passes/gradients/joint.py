@@ -30,7 +30,7 @@ from dta_compile.torch_compat.tensors import DisableAutocast, FakeTensorMode
 
 @contract(
     reads=[
-        *("inputs", "placeholders", "mixers", "mixer_nodes", "draws", "written", "other_batches", "chunk", "folding"),
+        *("inputs", "placeholders", "mixers", "mixer_nodes", "chunk", "folding"),
         *("region_parameters", "constant_inputs", "trunk_inputs", "head_inputs"),
     ],
     fills=["stages", "copied_mixers"],

@@ -25,6 +25,12 @@ class NotRepeated(Exception):
     """No stages equal the next ones: the program has to be compiled with all of its copies."""
 
 
+def require_repeated(program: Program) -> None:
+    """Raise `NotRepeated` for a program without some of its copies that does anything once a call."""
+    if program.folding and (program.draws or program.written or program.other_batches):
+        raise NotRepeated
+
+
 @dataclasses.dataclass(frozen=True)
 class PlacedStage:
     """A stage of a chunk: its trace, the indices of its mixer layers, and the values that it reads and writes."""
@@ -58,8 +64,7 @@ class Unrolled:
         self.times = self.folding.left_out if self.folding else 0
         layers = [layer for stage, _ in traced[self.first : self.first + self.count] for layer in stage.layers]
         self.mixers = range(min(layers, default=0), min(layers, default=0) + len(layers))
-        is_once = program.draws or program.written or program.other_batches  # what happens once a call
-        if self.folding and (is_once or not self._are_mixers_equal(program.mixers)):
+        if self.folding and not self._are_mixers_equal(program.mixers):
             raise NotRepeated
         self.inputs: list[Value] = [spec.index for spec in all_parameters(program)]
         self.inputs += [self.weights.get(node, node) for node in list(inputs)[len(specs) :]]

@@ -120,7 +120,8 @@ class GivenBare(BareLM):
         return self.head(self.mix(x)) + x.mean(-1, keepdim=True)
 
 
-def test_vectors_of_rows_and_adapters():
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_vectors_of_rows_and_adapters(is_leaf):
     """A vector per row, with frozen weights but for one: rows share nothing, since it belongs to their first token."""
     model = GivenBare()
     model.requires_grad_(False)
@@ -130,7 +131,7 @@ def test_vectors_of_rows_and_adapters():
 
     def make(model):
         given = scale.clone().requires_grad_()
-        return (model.embedding(IDS), 2 * given), [given]
+        return (model.embedding(IDS), given if is_leaf else 2 * given), [given]
 
     def run(function):
         args, (given,) = make(model)

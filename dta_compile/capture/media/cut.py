@@ -113,6 +113,7 @@ class Cut:
             else:
                 chosen = graph.call_function(operator.getitem, (mask, (..., None)))
                 result = graph.call_function(torch.where, (chosen, features, node.args[0]))
+                result.meta = dict(node.meta)
                 if name in ("masked_scatter", "index_put"):
                     node.replace_all_uses_with(result)
                 else:

@@ -26,7 +26,7 @@ SCALES = {"mul", "mul_", "imul", "div", "div_", "truediv", "itruediv"}
 ACTIVATIONS = {"gelu", "silu", "relu", "tanh", "sigmoid"}
 ELEMENTWISE = {"add", "sub", "mul", "div", "truediv", "where", "masked_fill"}
 SHAPES = {"view", "reshape", "flatten", "unsqueeze"}
-LAYERS = {"linear", "layer_norm", "rms_norm"}  # over the last dimensions
+LAYERS = {"linear", "layer_norm", "rms_norm"}  # over the last dimension
 
 
 def call_of(node: fx.Node) -> fx.Node:
@@ -57,7 +57,7 @@ def _is_by_itself(node: fx.Node, sources: Sequence[fx.Node], call: fx.Node) -> b
         return True
     others = [arg for arg in args if arg not in sources]
     if name in LAYERS:
-        reads_last = name == "linear" or len(node.args[1]) < _tensor(first).dim()
+        reads_last = name == "linear" or (len(node.args) > 1 and len(node.args[1]) == 1)
         return sources == [node.args[0]] and reads_last and all(map(_is_constant, others))
     is_alike = all(_is_same(other, node) for other in others) and _counts_entries(first, call)
     if name in ELEMENTWISE:

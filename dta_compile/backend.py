@@ -17,13 +17,13 @@ from torch import fx
 
 from dta_compile import records
 from dta_compile.capture import dense_calls, dynamo
-from dta_compile.capture.classify import Captured, Kind, classify
 from dta_compile.capture.flash_attention import with_our_attention
 from dta_compile.capture.flex_attention import without_flex_attention
 from dta_compile.capture.graph_breaks import patches
 from dta_compile.capture.media import encoder_calls, encoder_modules
 from dta_compile.capture.media.given_embeddings import UNSHARED
 from dta_compile.capture.recurrences import refuse_final_states
+from dta_compile.classify import Captured, Kind, classify
 from dta_compile.errors import DTAError, FinalRefusal, OptionError, RefusalError
 from dta_compile.executable.as_captured import as_captured
 from dta_compile.executable.executable import Executable

@@ -16,13 +16,14 @@ import torch
 from torch import fx
 
 from dta_compile import records
-from dta_compile.capture import dense_calls, dynamo, encoder_calls
-from dta_compile.capture.classify import Captured, Kind, classify
+from dta_compile.capture import dense_calls, dynamo
 from dta_compile.capture.flash_attention import with_our_attention
 from dta_compile.capture.flex_attention import without_flex_attention
-from dta_compile.capture.given_embeddings import UNSHARED
 from dta_compile.capture.graph_breaks import patches
+from dta_compile.capture.media import encoder_calls, encoder_modules
+from dta_compile.capture.media.given_embeddings import UNSHARED
 from dta_compile.capture.recurrences import refuse_final_states
+from dta_compile.classify import Captured, Kind, classify
 from dta_compile.errors import DTAError, FinalRefusal, OptionError, RefusalError
 from dta_compile.executable.as_captured import as_captured
 from dta_compile.executable.executable import Executable
@@ -60,6 +61,7 @@ BUG = "a check of the compiler on itself failed, which is a bug of dta_compile"
 
 patches.avoid()
 encoder_calls.stand_in()
+encoder_modules.stand_in()
 dense_calls.warn(has_graphs=lambda compiler: records.of(compiler).graphs > 0)
 
 
@@ -126,8 +128,8 @@ def dta(
             engine.note(UNSHARED, 0.0, 1)
 
         run = graph.given.calling(run, note_unshared)
-    if graph.encoded:
-        run = graph.encoded.calling(run, engine.note, parsed.memory_budget)
+    for part in reversed(graph.encoded):
+        run = part.calling(run, engine.note, parsed.memory_budget)
     for cut in (graph.local, graph.written):
         run = cut.calling(run) if cut else run
     return keeping(run, reads_all=False)
@@ -170,7 +172,7 @@ def _compiled(graph: Captured, options: Options) -> tuple[Executable, fx.GraphMo
     try:
         with _autograd_of_our_own():
             captured = graph.module
-            for cut in (graph.written, graph.local, graph.encoded, graph.given):
+            for cut in (graph.written, graph.local, *graph.encoded, graph.given):
                 captured = cut.module if cut else captured
             refuse_final_states(captured)
             module = with_our_attention(without_flex_attention(captured))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from dta_compile.capture import dynamo
-from dta_compile.capture.classify import Captured
+from dta_compile.classify import Captured
 from dta_compile.errors import OptionError, RefusalError
 from dta_compile.plan import Plan
 from dta_compile.runtime.engine import Engine

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +19,7 @@ from dta_compile.integrations import tracing
 from dta_compile.integrations.checkpoint_flags import CheckpointFlags
 from dta_compile.integrations.fully_shard import Sharded
 from dta_compile.options import Options
-from dta_compile.passes.symbols import hint
+from dta_compile.passes.symbols import expression, hint
 from dta_compile.passes.tracing import attribute_set
 from dta_compile.torch_compat import frames, wrap_once
 from dta_compile.torch_compat.dynamo import (
@@ -84,6 +84,8 @@ def trace_again_with_symbolic_sizes(graph: fx.Graph) -> None:
     """
     data = [node for node in graph.nodes if node.op == "placeholder" and is_data(node)]
     marked = [_mark(node.meta["grapharg"].example, node.meta["example_value"]) for node in data]
+    if not any(marked):
+        marked = [_mark_rows(node, data) for node in graph.find_nodes(op="placeholder")]
     if any(marked):
         raise _TraceAgain("dta: trace with symbolic sizes")
 
@@ -97,6 +99,24 @@ def _mark(example: torch.Tensor, traced: torch.Tensor) -> bool:
         return False
     maybe_mark_dynamic(example, fixed)
     setattr(example, MARKED, True)
+    return True
+
+
+def _mark_rows(node: fx.Node, data: Sequence[fx.Node]) -> bool:
+    """Mark the rows of a leaf `[B, D]` or `[B]` as dynamic if the trace made as many rows of other inputs a constant.
+
+    A leaf may be a weight, whose sizes are constants; so is the number of rows, then, that are combined with it.
+    """
+    value, grapharg = node.meta.get("example_value"), node.meta.get("grapharg")
+    if grapharg is None or not isinstance(value, torch.Tensor) or isinstance(grapharg.example, torch.nn.Parameter):
+        return False
+    if not _may_be_weight(value) or value.dim() == 0 or getattr(grapharg.example, MARKED, False):
+        return False
+    rows = [expression(other.meta["example_value"].shape[0]) for other in data if other.meta["example_value"].dim() > 1]
+    if value.shape[0] == 1 or expression(value.shape[0]) not in rows:
+        return False
+    maybe_mark_dynamic(grapharg.example, [0])
+    setattr(grapharg.example, MARKED, True)
     return True
 
 
@@ -286,6 +306,11 @@ def takes_branches(output_graph: Any) -> bool:
 def trace_without_branches() -> NoReturn:
     """Make Dynamo trace once more, ending the graph at conditions on what is selected."""
     _trace_again_without(_without_branches, "branches over selected rows")
+
+
+def trace_again_with(what: str) -> NoReturn:
+    """Make Dynamo trace once more after a change of ours, which `what` names."""
+    raise _TraceAgain(f"dta: trace with {what}")
 
 
 def _trace_again_without(compilations: set[Any], what: str) -> NoReturn:

@@ -7,8 +7,8 @@ from torch import nn
 
 import dta_compile.backend  # noqa: F401  # has methods of models replaced
 from dta_compile.capture import dynamo
-from dta_compile.capture.encoder_calls import encode, token_positions
-from dta_compile.capture.encoder_cut import without_encoder_calls
+from dta_compile.capture.media.encoder_calls import encode, token_positions
+from dta_compile.capture.media.encoder_cut import without_encoder_calls
 from dta_compile.errors import RefusalError
 from tests.support.vision import FAMILIES, IMAGE, PACKED, build, inputs
 

@@ -1,5 +1,6 @@
 """Multimodal models: each distinct image is encoded once, and tokens of equal images share."""
 
+import dataclasses
 import itertools
 import operator
 
@@ -9,6 +10,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
 
 import dta_compile
 from dta_compile.errors import RefusalError, RuntimeContractError
@@ -364,3 +367,61 @@ def test_media_of_equal_hash_are_compared(monkeypatch):
     assert encoders.distinct([pixels]) == ([0, 1, 2], [0, 1, 2])
     monkeypatch.undo()
     assert encoders.distinct([pixels]) == ([0, 2], [0, 0, 1])
+
+
+@dataclasses.dataclass
+class Heard(ModelOutput):
+    pooler_output: torch.Tensor | None = None
+    padding: torch.Tensor | None = None
+
+
+class Ears(PreTrainedModel):
+    """Features `[N, T, D]` of sounds `[N, T, 3]`, and a mask of those that are none."""
+
+    def __init__(self):
+        super().__init__(PretrainedConfig())
+        self.layer = nn.Linear(3, WIDTH).double()
+
+    def get_audio_features(self, sounds, lengths):
+        return Heard(self.layer(sounds), torch.arange(sounds.shape[1]) >= lengths[:, None])
+
+
+class Filled(Reader):
+    """Fills features of sounds up by a learned vector, as Gemma 3n does, and has an encoder of images in the graph."""
+
+    def __init__(self, between=lambda features: features):
+        super().__init__()
+        self.ears, self.project, self.between = Ears(), nn.Linear(WIDTH, WIDTH).double(), between
+        self.fill = nn.Parameter(torch.linspace(-1, 1, WIDTH, dtype=torch.float64))
+
+    def forward(self, ids, pixels, sounds, lengths):
+        x, heard = self.embedding(ids), self.ears.get_audio_features(sounds, lengths)
+        features = self.between(F.silu(self.project(heard.pooler_output)))
+        features = torch.where(heard.padding[..., None], self.fill, features)
+        features = torch.cat([features, self.fill.expand(len(features), 1, -1)], 1)
+        x = x.masked_scatter((ids == 7)[..., None], features)
+        return self.head(self.mix(x.masked_scatter((ids == IMAGE)[..., None], self.tower(pixels))))
+
+
+def sounds_and_images():
+    ids, pixels = rows_of([[1, "a", 7, 7, 7, 3], [1, "a", 7, 7, 7, 4], [1, "b", 7, 7, 7, 3], [1, "a", 7, 7, 7, 3]])
+    sounds = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)[[0, 0, 0, 1]]
+    return ids, pixels, sounds, torch.tensor([2, 2, 2, 1])
+
+
+def test_features_are_filled_up_before_they_are_put_at_tokens():
+    model, batch = Filled(), sounds_and_images()
+    compiled = torch.compile(model, backend="dta", options={"codegen": "eager"})
+    assert_same(*(run(lambda f=f: f(*batch), model) for f in (compiled, model)))
+    notes = str(dta_compile.last_plan(compiled))
+    assert (
+        "4 images (or other media), 2 different and encoded" in notes and "4 images (or other media), 2 diff" in notes
+    )
+    assert tokens_run(compiled) == 7 + 1 + 6 + 4
+
+
+def test_features_that_depend_on_their_number_are_refused():
+    for between in (lambda x: x * len(x), lambda x: x + torch.arange(len(x))[:, None, None], lambda x: x - x.mean(0)):
+        torch.compiler.reset()
+        with pytest.raises(RefusalError, match="not known to read each one at its token"):
+            torch.compile(Filled(between), backend="dta")(*sounds_and_images())

@@ -120,7 +120,8 @@ class GivenBare(BareLM):
         return self.head(self.mix(x)) + x.mean(-1, keepdim=True)
 
 
-def test_vectors_of_rows_and_adapters():
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_vectors_of_rows_and_adapters(is_leaf):
     """A vector per row, with frozen weights but for one: rows share nothing, since it belongs to their first token."""
     model = GivenBare()
     model.requires_grad_(False)
@@ -128,18 +129,15 @@ def test_vectors_of_rows_and_adapters():
     compiled = torch.compile(model, backend="dta", options={"chunk_size": 4})
     scale = torch.linspace(0.5, 2, len(IDS) * WIDTH, dtype=torch.float64).view(len(IDS), WIDTH)
 
-    def make(model):
-        given = scale.clone().requires_grad_()
-        return (model.embedding(IDS), 2 * given), [given]
-
-    def run(function):
-        args, (given,) = make(model)
-        out = function(*args)
+    def run(function, rows):
+        given = scale[:rows].clone().requires_grad_()
+        out = function(model.embedding(IDS[:rows]), given if is_leaf else 2 * given)
         weighted(out).backward()
         return out.detach(), given.grad
 
-    assert_same(after(model, lambda: run(compiled)), after(model, lambda: run(model)))
-    assert dta_compile.last_plan(compiled).stats.compression == 1
+    for rows in (len(IDS), 3):
+        assert_same(*(after(model, lambda f=f, rows=rows: run(f, rows)) for f in (compiled, model)))
+        assert dta_compile.last_plan(compiled).stats.compression == 1
 
 
 def test_equal_embeddings_have_gradients_of_their_own(caplog):

@@ -42,9 +42,11 @@ class Encoder(MethodCall):
         is_trained: whether a parameter that makes features requires a gradient, wherever it belongs; as of `learn`.
         refusal: why the method cannot run once per distinct unit, known after `learn`.
         shared: names of arguments that belong to all units.
+        selects: a mask in the output says which features there are; else all are returned, and the mask.
     """
 
     shared: tuple[str, ...] = ()
+    selects = True
 
     def __init__(self, module: nn.Module, method: Callable[..., Any], arguments: Arguments) -> None:
         super().__init__(module, method, arguments)
@@ -120,7 +122,7 @@ class Encoder(MethodCall):
             values.append((HIDDEN, hidden, False))
         fields = tuple((name, form_of(value, has_levels)) for name, value, has_levels in values if value is not None)
         outermost = [name for name in called if not any(name.startswith(f"{other}.") for other in called)]
-        fields = with_mask(fields, output)
+        fields = with_mask(fields, output, self.selects)
         widths = tuple((leaf.shape[-1], leaf.dtype, leaf.device) for leaf in features_in(output, fields))
         # All weights of modules that are called, since kernels that are no operators read them unseen.
         inside = {id(weight): weight for name in outermost for weight in self.module.get_submodule(name).parameters()}

@@ -1,6 +1,6 @@
 """Methods of multimodal models that captured graphs call before the tree, with their constant arguments.
 
-`capture.encoder_calls` puts the calls into graphs, by handles.
+`capture.media.encoder_calls` puts the calls into graphs, by handles.
 """
 
 from __future__ import annotations

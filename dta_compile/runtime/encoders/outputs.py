@@ -34,6 +34,11 @@ class Form:
     has_others: bool
 
     @property
+    def is_selected(self) -> bool:
+        """Whether a mask of the output says which features there are."""
+        return any(form[0] == "masked" for _, form in self.fields)
+
+    @property
     def per_entry(self) -> int:
         """Features per entry that are a dimension of the output (`[units, T, D]`), else 1."""
         return self.fields[0][1][1] or 1 if self.fields and self.fields[0][1][0] == "tensor" else 1
@@ -44,7 +49,8 @@ def form_of(value: Any, has_levels: bool) -> Any:
 
     That of a tensor `[units, T, D]` is `("tensor", T)`, of a tensor `[n, D]` `("tensor", 0)`, of a list of one tensor
     per unit `("list",)` or `("tuple",)`; a list of levels is followed by the forms of these. Features that a mask of
-    the output selects are `("masked", its name)`, the mask is `("mask",)`: they are returned without the others.
+    the output selects are `("masked", its name)`, the mask is `("mask",)`: they are returned without the others. A
+    mask `[units, T]` of which all is returned is `("entries", T)`.
     """
     if isinstance(value, torch.Tensor):
         return ("tensor", value.shape[1] if value.dim() == 3 else 0)
@@ -56,13 +62,19 @@ def form_of(value: Any, has_levels: bool) -> Any:
     return ("constant", value)
 
 
-def with_mask(fields: tuple[tuple[str, Any], ...], output: Any) -> tuple[tuple[str, Any], ...]:
-    """Return the fields with that of a mask `[units, T]` of features `[units, T, D]`, if the output has one."""
+def with_mask(fields: tuple[tuple[str, Any], ...], output: Any, selects: bool) -> tuple[tuple[str, Any], ...]:
+    """Return the fields with that of a mask `[units, T]` of features `[units, T, D]`, if the output has one.
+
+    Args:
+        selects: return the features for which it is true, and no others.
+    """
     of_units = {getattr(output, name).shape[:-1] for name, form in fields if form[0] == "tensor" and form[1]}
     others = output.items() if isinstance(output, Mapping) and len(of_units) == 1 else ()
     masks = [name for name, value in others if is_of_integers(value) and value.shape in of_units]
     if len(masks) != 1 or output[masks[0]].dtype is not torch.bool or any(form[0] != "tensor" for _, form in fields):
         return fields
+    if not selects:
+        return (*fields, (masks[0], ("entries", output[masks[0]].shape[1])))
     return (*((name, ("masked", masks[0])) for name, _ in fields), (masks[0], ("mask",)))
 
 
@@ -78,6 +90,8 @@ def features_in(output: Any, fields: tuple[tuple[str, Any], ...]) -> Iterator[to
             yield value[getattr(output, form[1]).to(value.device)]
         elif form[0] == "mask":
             yield value[value][:, None]
+        elif form[0] == "entries":
+            yield value.reshape(-1, 1)
         else:
             yield from _leaves(value, form)
 

@@ -7,8 +7,6 @@ from tensors (`tolist`), which breaks the graph. In graphs for this backend each
 
 from __future__ import annotations
 
-import functools
-import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +18,6 @@ from dta_compile.capture.dynamo import (
     graph_being_traced,
     is_in_nested_graph,
     is_tracing,
-    modules_at_hand,
     outside_of_trace,
 )
 from dta_compile.errors import RefusalError
@@ -30,9 +27,9 @@ from dta_compile.ops.feature_tables import unequal_counts
 from dta_compile.registration import when_loaded
 from dta_compile.runtime.encoders.encoder import Encoder, encoder_of
 from dta_compile.runtime.encoders.method_calls import TENSOR, Arguments, MethodCall, Positions, call_of, register
-from dta_compile.runtime.encoders.modules import IDS, TOKENS, EncoderModule
-from dta_compile.torch_compat import TAKES_MODULES, frames, wrap_once
-from dta_compile.torch_compat.dynamo import InstructionTranslator, UserFunctionVariable, trace_rules
+from dta_compile.runtime.encoders.modules import EncoderModule
+from dta_compile.torch_compat import TAKES_MODULES, wrap_once
+from dta_compile.torch_compat.dynamo import UserFunctionVariable, trace_rules
 from dta_compile.torch_compat.tensors import FakeTensor
 
 MODELS = "transformers.modeling_utils"
@@ -131,11 +128,11 @@ def _positioning(method: Callable[..., Any]) -> Callable[..., Any]:
         if not is_ours or not media or not is_known or args or kwargs.get("cache") is not None:
             return method(self, *args, **kwargs)
         tensors: list[torch.Tensor] = []
-        ids = ("input_ids", _constant(kwargs.pop("input_ids"), tensors))
+        ids = ("input_ids", constant(kwargs.pop("input_ids"), tensors))
         if "inputs_embeds" in kwargs:
             kwargs["inputs_embeds"] = None  # which are read without ids only
-        keyword = (ids, *[(name, _constant(value, tensors)) for name, value in kwargs.items()])
-        return token_positions(_handle("Positions", self, method, (), keyword), *tensors)
+        keyword = (ids, *[(name, constant(value, tensors)) for name, value in kwargs.items()])
+        return token_positions(handle_of("Positions", self, method, (), keyword), *tensors)
 
     return position_ids
 
@@ -147,21 +144,21 @@ def _encoded(self: Any, method: Callable[..., Any], args: tuple[Any, ...], kwarg
     that its tensors have in the call that is being compiled are not known. So is one that returns other integers.
     """
     tensors: list[torch.Tensor] = []
-    positional = tuple([_constant(value, tensors) for value in args])
-    keyword = tuple([(name, _constant(value, tensors)) for name, value in kwargs.items()])
-    if not tensors or is_in_nested_graph() or not all(map(_is_known, (*args, *kwargs.values()))):
+    positional = tuple([constant(value, tensors) for value in args])
+    keyword = tuple([(name, constant(value, tensors)) for name, value in kwargs.items()])
+    if not tensors or is_in_nested_graph() or not all(map(is_known, (*args, *kwargs.values()))):
         return torch.compiler.disable(method)(self, *args, **kwargs)
-    handle = _handle("Encoder", self, method, positional, keyword)
+    handle = handle_of("Encoder", self, method, positional, keyword)
     features = encode(handle, *tensors)
     if _of_form(handle, "has_others"):
         return torch.compiler.disable(method)(self, *args, **kwargs)
-    _guard_trained(self, handle)
+    guard_trained(self, handle)
     left = iter(features)
     fields = {name: _restored(form, left) for name, form in _of_form(handle, "fields")}
     return _of_form(handle, "returned")(**fields) if fields else method(self, *args, **kwargs)
 
 
-def _guard_trained(self: Any, handle: int) -> None:
+def guard_trained(self: Any, handle: int) -> None:
     """Have a call with other trained weights traced anew: Dynamo guards what is read here."""
     for name in _of_form(handle, "modules"):
         for weight in self.get_submodule(name).parameters():
@@ -170,58 +167,20 @@ def _guard_trained(self: Any, handle: int) -> None:
         self.get_parameter(name).requires_grad  # noqa: B018
 
 
-def _putting(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the `forward` of a module that may put features at tokens itself: see `EncoderModule`."""
-
-    names = tuple(inspect.signature(method).parameters)[1:]
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() and traces_for_this_backend() and not is_in_nested_graph():
-            given = dict(zip(names, args, strict=False)) | kwargs
-            tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-            has_media = any(value.is_floating_point() for name, value in tensors.items() if name != TOKENS)
-            if has_media and IDS in tensors and TOKENS in tensors and all(map(_is_known, given.values())):
-                return _with_features(self, method, given)
-        return method(self, *args, **kwargs)
-
-    return forward
-
-
-def _with_features(self: Any, method: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Return tokens with features of media at their placeholders; Dynamo traces this."""
-    ids, tokens = given[IDS], given[TOKENS]
-    tensors: list[torch.Tensor] = []
-    others = {**given, TOKENS: (int(tokens.shape[-1]), tokens.dtype)}
-    keyword = tuple([(name, _constant(value, tensors)) for name, value in others.items()])
-    handle = _handle("EncoderModule", self, method, (), keyword)
-    features = encode(handle, *tensors)
-    if _token(handle) is None:
-        return method(self, **given)
-    _guard_trained(self, handle)
-    return tokens.masked_scatter((ids == _token(handle))[..., None].expand_as(tokens), features[0])
-
-
-@torch.compiler.assume_constant_result
-def _token(handle: int) -> int | None:
-    encoder = encoder_of(handle)
-    assert isinstance(encoder, EncoderModule)
-    return encoder.token
-
-
-def _is_known(value: Any) -> bool:
+def is_known(value: Any) -> bool:
     """Return whether an argument is a constant but for its tensors."""
     if isinstance(value, (list, tuple)):
-        return all(map(_is_known, value))
+        return all(map(is_known, value))
     return value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.dtype))
 
 
-def _constant(value: Any, tensors: list[torch.Tensor]) -> Any:
+def constant(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Return an argument without its tensors, which are moved to a list."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return TENSOR
     if isinstance(value, (list, tuple)):
-        return tuple([_constant(item, tensors) for item in value])
+        return tuple([constant(item, tensors) for item in value])
     return value
 
 
@@ -235,6 +194,8 @@ def _restored(form: Any, features: Iterator[torch.Tensor]) -> Any:
         return value if form[1] == 0 else value.view(-1, form[1], value.shape[-1])
     if form[0] in ("masked", "mask"):
         return next(features).unsqueeze(0) if form[0] == "masked" else next(features).squeeze(-1).unsqueeze(0)
+    if form[0] == "entries":
+        return next(features).view(-1, form[1])
     if form[0] == "constant":
         return form[1]
     items = [_restored(inner, features) for inner in form[1:]] if len(form) > 1 else [next(features)]
@@ -242,7 +203,7 @@ def _restored(form: Any, features: Iterator[torch.Tensor]) -> Any:
 
 
 @torch.compiler.assume_constant_result
-def _handle(kind: str, module: Any, method: Callable[..., Any], positional: Any, keyword: Any) -> int:
+def handle_of(kind: str, module: Any, method: Callable[..., Any], positional: Any, keyword: Any) -> int:
     kinds: dict[str, type[MethodCall]] = {"Encoder": Encoder, "EncoderModule": EncoderModule, "Positions": Positions}
     return register(kinds[kind], module, method, Arguments(positional, keyword))
 
@@ -261,7 +222,6 @@ def stand_in() -> None:
     # Dynamo looks its own function up by name, whenever its cache of rules is cleared: ours is traced like any other.
     trace_rules.manual_torch_name_rule_map["torch._check_tensor_all"] = UserFunctionVariable
     trace_rules.get_torch_obj_rule_map.cache_clear()
-    wrap_once(InstructionTranslator, "run", _with_modules)
     when_loaded(MODELS, _wrap_models)
 
 
@@ -291,28 +251,6 @@ def _checking(check: Callable[..., None]) -> Callable[..., None]:
 @torch.compiler.assume_constant_result
 def _has_encoders() -> bool:
     return any(node.target is encode for node in graph_being_traced().nodes)
-
-
-def _with_modules(run: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap modules that need both ids and embeddings, and have no such modules inside, before a function is traced."""
-
-    def run_with_modules(self: Any) -> None:
-        if frames.is_ours(self.output.compiler_fn):
-            parts: list[Any] = [part for module in modules_at_hand(self) for part in module.modules()]
-            kinds: dict[Any, Any] = {part: type(part) for part in parts}
-            found = {part: kind for part, kind in kinds.items() if _takes_tokens(kind)}
-            for part, kind in found.items():
-                if not any(other is not part and other in found for other in part.modules()):
-                    wrap_once(kind, "forward", _putting)
-        run(self)
-
-    return run_with_modules
-
-
-@functools.cache
-def _takes_tokens(kind: Any) -> bool:
-    parameters = inspect.signature(kind.forward).parameters
-    return all(name in parameters and parameters[name].default is inspect.Parameter.empty for name in (IDS, TOKENS))
 
 
 def _wrap_models(module: types.ModuleType) -> None:

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import sympy
 import torch
 from torch import fx
 
 from dta_compile.capture import dynamo
-from dta_compile.capture.encoded_media import EncodedMedia, without_encoders
-from dta_compile.capture.encoder_calls import encode
-from dta_compile.capture.encoder_cut import EncoderCalls, over_all_tokens, without_encoder_calls
 from dta_compile.capture.flash_attention import IN_GRAPH
-from dta_compile.capture.given_embeddings import GivenEmbeddings, with_given_embeddings
+from dta_compile.capture.media.encoder_calls import encode
+from dta_compile.capture.media.encoder_cut import EncoderCalls, without_encoder_calls
+from dta_compile.capture.media.given_embeddings import GivenEmbeddings, with_given_embeddings
+from dta_compile.capture.media.graph_encoders import EncodedMedia, without_encoders
+from dta_compile.capture.media.joined_features import over_all_tokens
 from dta_compile.capture.parameter_writes import ParameterWrites, without_parameter_writes
 from dta_compile.capture.recurrences import hands_over_states
 from dta_compile.capture.tensor_parallel import LocalGraph, on_own_tensors
@@ -64,8 +65,9 @@ class Captured:
         graph_break: reason and line of the graph break that ends it; None without a break.
         written: the graph without writes to parameters that run before it.
         local: this rank's graph (of `written`, if there is one), if parameters are DTensors (tensor parallelism).
-        encoded: the graph (of `local` or `written`, if there is one) without the encoders of images and other media.
-        given: the graph (of `encoded`, ..., if there is one) that reads given embeddings with a gradient from tables.
+        encoded: the graph (of `local` or `written`, if there is one) without calls of encoders of images and other
+            media, and then without encoders that it contains, if it has such.
+        given: the graph (of the last of `encoded`, ...) that reads given embeddings with a gradient from tables.
         note: a line to log for a graph that runs as captured.
         refusal: the error of a refused graph; with written-out attention, the error to raise if the passes find none.
     """
@@ -78,7 +80,7 @@ class Captured:
     graph_break: str | None
     written: ParameterWrites | None = None
     local: LocalGraph | None = None
-    encoded: EncodedMedia | EncoderCalls | None = None
+    encoded: Sequence[EncodedMedia | EncoderCalls] = ()
     given: GivenEmbeddings | None = None
     note: str | None = None
     refusal: RefusalError | None = None
@@ -120,11 +122,14 @@ def _for_the_tree(graph: Captured) -> Captured:
         local = on_own_tensors(module)
         module = local.module if local else module
         over_all_tokens(module)
-        encoded = without_encoder_calls(module) or without_encoders(module)
+        encoded: list[EncodedMedia | EncoderCalls] = []
+        for cut in (without_encoder_calls, without_encoders):
+            if part := cut(module):
+                encoded.append(part)
+                module = part.module
     except RefusalError as refusal:
         return dataclasses.replace(graph, kind=Kind.REFUSED, refusal=refusal)
-    dynamo.unify_equal_sizes(encoded.module.graph if encoded else graph.module.graph)
-    module = encoded.module if encoded else module
+    dynamo.unify_equal_sizes(module.graph if encoded else graph.module.graph)
     given = with_given_embeddings(module, *_mixing(module)) if graph.training else None
     if given and not graph.own_symbols:
         dynamo.trace_again_without_duck_shapes(already=False)  # it may be a weight that is as wide as the batch is long

@@ -2,7 +2,7 @@
 
 Each given row has a gradient of its own, and a token that rows share in the tree has one, the sum over them. So given
 embeddings become a table with a row per *given* vector, which the rest of the graph reads as it reads features of
-images (see `encoded_media`):
+images (see `graph_encoders`):
 
     x [B, S, D]     table [B * S, D], a view of x, and rows [B, S] of it: embedding(rows, table)
 
@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from dta_compile.capture.dynamo import given_up, resumes_after_a_break
-from dta_compile.capture.encoded_media import table_inputs
 from dta_compile.capture.flex_attention import eliminate_dead_code
+from dta_compile.capture.media.cut import table_inputs
 from dta_compile.passes.program import ancestors
 from dta_compile.passes.symbols import expression
 
@@ -108,7 +108,7 @@ def with_given_embeddings(
         features = [*map(int, value.shape[counted:])]
         with value.fake_mode:
             traced = torch.empty(value.shape[:counted], dtype=torch.int64, device=value.device)
-        table, rows = table_inputs(graph, value, math.prod(features), traced, f"of_input_{i}")
+        table, rows = table_inputs(graph, value, math.prod(features), traced)
         with graph.inserting_before(next(part for part in graph.nodes if part.op != "placeholder")):
             vectors = graph.call_function(F.embedding, (rows, table))
             read = graph.call_method("unflatten", (vectors, -1, features) if features else (vectors, -1, (1,)))

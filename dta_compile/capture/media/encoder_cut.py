@@ -1,36 +1,34 @@
 """Cut the calls of encoders and of positions out of a captured graph, to run before the tree.
 
 Encoders (`encoder_calls.encode`) run once per distinct unit; their features become tables that the remaining graph
-reads as `encoded_media` describes, and positions become inputs. Features that the graph returns come from the tables.
+reads as `graph_encoders` describes, and positions become inputs. Features that the graph returns come from the tables.
 `classify` calls this.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from dta_compile.capture.encoded_media import Cut, Insertion, insertions_of, unknown_use
-from dta_compile.capture.encoder_calls import check_counts, encode, token_positions
+from dta_compile.capture import dynamo
 from dta_compile.capture.flex_attention import eliminate_dead_code
-from dta_compile.errors import RuntimeContractError
+from dta_compile.capture.media.cut import Cut, unknown_use
+from dta_compile.capture.media.encoder_calls import check_counts, encode, token_positions
+from dta_compile.capture.media.insertions import Insertion, insertions_of
+from dta_compile.capture.media.unit_wise import ROW_WISE, SHAPES, call_of
+from dta_compile.errors import RefusalError, RuntimeContractError
 from dta_compile.integrations.layer_groups import gather_to_encode
 from dta_compile.ops.feature_tables import TABLE_ROWS
-from dta_compile.passes.program import ancestors, is_boolean, memory, name_of, output_node, writes_of
+from dta_compile.passes.program import ancestors, is_boolean, name_of, output_node, writes_of
 from dta_compile.runtime.encoders.distinct import as_table
 from dta_compile.runtime.encoders.encoder import Encoder, encoder_of
 from dta_compile.runtime.encoders.modules import EncoderModule
 
-# Calls between an encoder and the use of its features that treat each feature by itself.
-ROW_WISE = {"to", "type", "type_as", "contiguous", "float", "double", "half", "bfloat16", "detach", "clone"}
-SHAPES = {"view", "reshape", "flatten", "unsqueeze"}
 EMBEDDED = {"embedding", "mul", "getitem", *ROW_WISE, *SHAPES}  # between tables and embeddings that are compared
-SCALES = {"mul", "mul_", "imul", "div", "div_", "truediv", "itruediv"}  # by a number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +67,7 @@ class EncoderCalls:
             encoders = _Distinct(self.before, budget)
             results = encoders.run(*(args[number] for number in self.inputs))
             features, computed = results[: len(self.calls)], results[len(self.calls) :]
-            rows = [encoders.rows[call] for call in self.calls]
+            rows = [encoders.rows_of(call, made) for call, made in zip(self.calls, features, strict=True)]
             pairs = zip(map(as_table, features[: self.read]), rows, strict=False)
             outputs = list(run(*args, *(value for pair in pairs for value in pair), *computed))
             for number, (i, shape) in self.returned.items():
@@ -83,12 +81,16 @@ class EncoderCalls:
 
 
 class _Distinct(fx.Interpreter):
-    """Runs encoders once per distinct unit; `rows` are, by call, the rows of the whole batch's features."""
+    """Runs encoders once per distinct unit.
+
+    Attributes:
+        rows: by call, the rows of the whole batch's features, and how many features there are.
+    """
 
     def __init__(self, module: fx.GraphModule, budget: int | None) -> None:
         super().__init__(module)
         self.budget = budget
-        self.rows: dict[fx.Node, torch.Tensor] = {}
+        self.rows: dict[fx.Node, tuple[torch.Tensor, int]] = {}
         self.ran: list[Encoder] = []
 
     def run_node(self, n: fx.Node) -> Any:
@@ -96,7 +98,8 @@ class _Distinct(fx.Interpreter):
             return super().run_node(n)
         (handle, *tensors), _ = self.fetch_args_kwargs_from_env(n)
         encoder = encoder_of(handle)
-        features, self.rows[n] = encoder.distinct(*tensors, budget=self.budget)
+        features, rows = encoder.distinct(*tensors, budget=self.budget)
+        self.rows[n] = rows, len(features[0])
         if any(value.requires_grad for value in features) and not n.meta["example_value"][0].requires_grad:
             raise RuntimeContractError(
                 "features of images require a gradient, which they did not when the call was compiled",
@@ -107,15 +110,39 @@ class _Distinct(fx.Interpreter):
         self.ran.append(encoder)
         return features
 
+    def rows_of(self, call: fx.Node, made: torch.Tensor) -> torch.Tensor:
+        """Return the rows of a value that is made of the features of a call, each entry by itself."""
+        rows, count = self.rows[call]
+        number = made.numel() // made.shape[-1] if made.dtype is not torch.bool else made.numel()
+        if number == count:
+            return rows
+        each = encoder_of(call.args[0]).form.per_entry
+        entries, length = rows[::each] // each, number * each // count
+        return (entries[:, None] * length + torch.arange(length, device=rows.device)).flatten()
+
 
 def without_encoder_calls(module: fx.GraphModule) -> EncoderCalls | None:
     """Cut calls of encoders and positions out of a captured graph; return None if it has none.
+
+    Has Dynamo trace again where not only the features that a mask of an encoder's output selects are read.
 
     Raises:
         RefusalError: features are read in a way that is not known to read each at its placeholder token, or those of
             an image are not the same in every batch.
     """
     calls = [node for node in module.graph.find_nodes(op="call_function", target=encode) if node.users]
+    try:
+        return _without(module, calls)
+    except RefusalError:
+        encoders = (encoder_of(call.args[0]) for call in calls)
+        if selecting := [encoder for encoder in encoders if encoder.form.is_selected]:
+            for encoder in selecting:
+                encoder.selects = False
+            dynamo.trace_again_with("all features that encoders return")
+        raise
+
+
+def _without(module: fx.GraphModule, calls: Sequence[fx.Node]) -> EncoderCalls | None:
     positions = [*module.graph.find_nodes(op="call_function", target=token_positions)]
     if not calls and not positions:
         return None
@@ -154,67 +181,10 @@ def without_encoder_calls(module: fx.GraphModule) -> EncoderCalls | None:
         remaining,
         before,
         inputs,
-        [copied[_call_of(node)] for node in features],
+        [copied[call_of(node)] for node in features],
         len(cut.features),
         {number: (features.index(originals[number]), _shape(originals[number])) for number in returned},
     )
-
-
-def over_all_tokens(module: fx.GraphModule) -> None:
-    """Rewrite features of several kinds that are joined over the tokens of a mask as values of all tokens, in place.
-
-    `y = x.new_zeros(mask.sum(), D); y[images[mask]] = features` becomes `y = zeros([*mask.shape, D]);
-    y[images & mask] = features`, and reads of `y` become those of `y[mask]`.
-    """
-    graph, order = module.graph, {node: i for i, node in enumerate(module.graph.nodes)}
-    zeros = graph.find_nodes(op="call_method", target="new_zeros")
-    writes = writes_of(graph) if zeros else {}
-    written = frozenset().union(*writes.values())
-    for node in zeros:
-        mask, joins = _counted(node), [write for write, parts in writes.items() if not parts.isdisjoint(memory(node))]
-        chosen = [_of_selected(write, node, mask) for write in joins]
-        reads = [user for user in node.users if user not in joins]
-        early = [read for read in reads if isinstance(read.meta.get("example_value"), torch.Tensor)]
-        is_early = any(order[read] < order[join] for read in early for join in joins)
-        if mask is None or None in chosen or is_early or any(memory(part) & written for part in (mask, *chosen)):
-            continue
-        made, value = node.meta["example_value"], mask.meta["example_value"]
-        with made.fake_mode, graph.inserting_before(node):
-            shape = (*[-1] * value.dim(), int(made.shape[-1]))
-            tokens = graph.call_method("expand", (graph.call_function(operator.getitem, (mask, (..., None))), *shape))
-            of_tokens = graph.call_function(torch.zeros_like, (tokens,), {"dtype": made.dtype, "device": made.device})
-            of_tokens.meta = {**node.meta, "example_value": made.new_zeros(*value.shape, shape[-1])}
-        for join, own in zip(joins, chosen, strict=True):
-            with graph.inserting_before(join), made.fake_mode:
-                both = graph.call_function(operator.and_, (own, mask))
-            both.meta["example_value"] = value
-            join.args = (of_tokens, both, join.args[2])
-        for read in reads:
-            with graph.inserting_before(read):
-                selected = graph.call_function(operator.getitem, (of_tokens, mask))
-            selected.meta = dict(node.meta)
-            read.replace_input_with(node, selected)
-        graph.erase_node(node)
-    module.recompile()
-
-
-def _counted(zeros: fx.Node) -> fx.Node | None:
-    """Return the mask over tokens of `x.new_zeros(mask.sum(), D)`."""
-    count = zeros.args[1] if len(zeros.args) == 3 and isinstance(zeros.args[2], int) else None
-    if not isinstance(count, fx.Node) or name_of(count) != "sum" or len(count.args) != 1 or count.kwargs:
-        return None
-    return count.args[0] if count.args[0].meta["example_value"].dtype is torch.bool else None
-
-
-def _of_selected(write: fx.Node, joined: fx.Node, mask: fx.Node | None) -> fx.Node | None:
-    """Return the mask `chosen` of `joined[chosen[mask]] = features`."""
-    if write.target is not operator.setitem or write.args[0] is not joined or mask is None:
-        return None
-    index, *rest = write.args[1] if isinstance(write.args[1], tuple) else (write.args[1],)
-    if name_of(index) != "getitem" or index.args[1] is not mask or any(part != slice(None) for part in rest):
-        return None
-    chosen, value = index.args[0], index.args[0].meta["example_value"]
-    return chosen if value.dtype is torch.bool and value.dim() == mask.meta["example_value"].dim() else None
 
 
 def _masks_of_floats(insertions: Sequence[Insertion]) -> list[fx.Node]:
@@ -267,28 +237,7 @@ def _refuse_writes(graph: fx.Graph, before: Collection[fx.Node]) -> None:
     """Refuse writes to features, of which each is there once, that do not treat each of them by itself."""
     for write in writes_of(graph):
         if write in before and any(node.target is encode for node in ancestors([write])):
-            _call_of(write)
-
-
-def _call_of(node: fx.Node) -> fx.Node:
-    """Return the call of an encoder that makes features; refuse features that are computed from one another."""
-    while node.target is not encode:
-        name = name_of(node)
-        tensors = [arg for arg in node.all_input_nodes if not isinstance(arg.meta.get("example_value"), torch.SymInt)]
-        is_selected = node.target is operator.getitem and (tensors[0].target is encode or _is_mask(node.args[1]))
-        is_only = name == "cat" and len(node.args[0]) == 1
-        is_of_masks = is_boolean(node) and name in (*SHAPES, "squeeze")
-        keeps_width = name in SHAPES and not is_of_masks and _width(node) == _width(tensors[0])
-        is_scaled = name in SCALES and len(node.all_input_nodes) == 1
-        if not (is_selected or is_of_masks or is_only or keeps_width or is_scaled or name in ROW_WISE):
-            raise unknown_use(node)
-        node = tensors[0]
-    return node
-
-
-def _is_mask(index: Any) -> bool:
-    """Return whether an index is the mask of an encoder's features, which is true for each of them."""
-    return isinstance(index, fx.Node) and is_boolean(index) and _call_of(index).target is encode
+            call_of(write)
 
 
 def _is_of_floats(node: fx.Node) -> bool:
@@ -299,7 +248,3 @@ def _is_of_floats(node: fx.Node) -> bool:
 def _shape(node: fx.Node) -> tuple[int, ...]:
     """Return the shape of features in the outputs, with -1 for the size that depends on their number."""
     return tuple(size if isinstance(size, int) else -1 for size in node.meta["example_value"].shape)
-
-
-def _width(node: fx.Node) -> int:
-    return int(node.meta["example_value"].shape[-1])

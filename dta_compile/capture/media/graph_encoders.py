@@ -1,0 +1,189 @@
+"""Cut the encoders of images and other media out of a captured graph, so that each distinct image is encoded once.
+
+A multimodal model encodes pixels by a tower of its own and puts the features at placeholder tokens, the k-th feature at
+the k-th placeholder of the batch: `masked_scatter(x, mask, features)`, `x[mask] = features`, or `x[mask] + features`.
+Here the features become a table with a row per *distinct* feature, which the rest of the graph reads as it reads the
+table of an embedding:
+
+    features [N, D] of all images        table [R, D] of distinct images, and rows [N] of the features in it
+    masked_scatter(x, mask, features)    where(mask, embedding(dta::table_rows(mask, rows), table), x)
+
+The encoder runs before the tree under ordinary autograd. The table is a computed weight of the remaining graph, so its
+gradient is summed over tokens in float32 and handed to the encoder once; the row number is an integer of the token, so
+it belongs to the prefix key: tokens of equal images share, those of different images fork.
+
+`classify` calls this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from dta_compile.capture.media.cut import Cut
+from dta_compile.capture.media.insertions import insertions_of
+from dta_compile.integrations.layer_groups import gather_all
+from dta_compile.passes.program import output_node
+from dta_compile.passes.symbols import expression, symbol_sources, symbolic
+from dta_compile.runtime.encoders.distinct import Features, Kept, encode_distinct, least
+from dta_compile.runtime.measure.budget import default_budget
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GraphEncoder:
+    """Encoder that is a part of a captured graph.
+
+    Attributes:
+        module: the graph of its feature tensors, over the `inputs` of the captured graph with these numbers.
+        media: positions among `inputs` of the tensors that are encoded: data, and no weights or buffers.
+        tables: numbers of its feature tensors among those of the captured graph.
+    """
+
+    module: fx.GraphModule
+    inputs: Sequence[int]
+    media: Sequence[int]
+    tables: Sequence[int]
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a gradient flows through it."""
+        features = output_node(self.module.graph).args[0]
+        return torch.is_grad_enabled() and any(node.meta["example_value"].requires_grad for node in features)
+
+    def encode(self, args: Sequence[Any], look: bool, bytes_each: float, budget: float) -> Features:
+        """Encode the distinct media among the inputs of the captured graph; arguments as in `encode_distinct`."""
+        values = [args[number] for number in self.inputs]
+        encode, works_for = functools.partial(self._encode, values), functools.partial(self._works_for, values)
+        return encode_distinct(encode, [values[i] for i in self.media], look, works_for, bytes_each, budget)
+
+    def bytes_each(self, args: Sequence[Any]) -> float:
+        """Run it on copies of one medium, as few as it takes; return about the bytes that autograd keeps for each."""
+        values = [args[number] for number in self.inputs]
+        media = [values[i] for i in self.media]
+        if not len(media[0]) or any(len(value) != len(media[0]) for value in media):
+            return 0.0
+        few = least(functools.partial(self._works_for, values), len(media[0]))
+        weights = [v for i, v in enumerate(values) if isinstance(v, torch.Tensor) and i not in self.media]
+        with (kept := Kept(weights)):
+            features = self._encode(values, *(value[:1].repeat(few, *[1] * (value.dim() - 1)) for value in media))
+        del features
+        return kept.bytes / few
+
+    @functools.cached_property
+    def _traced(self) -> list[Any]:
+        return [node.meta["example_value"] for node in self.module.graph.find_nodes(op="placeholder")]
+
+    def _encode(self, values: Sequence[Any], *media: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Run the encoder on other media than those of the call, and so with other sizes."""
+        own = dict(zip(self.media, media, strict=True))
+        inputs = [own.get(i, value) for i, value in enumerate(values)]
+        sizes = self._sizes(media)
+        for i, traced in enumerate(self._traced):
+            if (expr := symbolic(traced)) is not None and expr.free_symbols <= sizes.keys():
+                inputs[i] = int(expr.subs(sizes))
+        features: Sequence[torch.Tensor] = self.module(*inputs)
+        return features
+
+    def _sizes(self, media: Sequence[torch.Tensor]) -> dict[sympy.Symbol, int]:
+        sources = symbol_sources([self._traced[i] for i in self.media])
+        return {symbol: media[i].shape[dim] for symbol, (i, dim) in sources.items() if dim is not None}
+
+    def _works_for(self, values: Sequence[Any], count: int) -> bool:
+        """Return whether the trace holds for so many media."""
+        sizes = self._sizes([values[i][:1].expand(count, *values[i].shape[1:]) for i in self.media])
+        is_as_traced = all(expression(self._traced[i].shape[0]).subs(sizes) == count for i in self.media)
+        env = next((size.node.shape_env for value in self._traced for size in _symbolic_sizes(value)), None)
+        if env is None or not is_as_traced:
+            return is_as_traced
+        guards = [env.replace(guard.expr) for guard in env.guards]
+        known = [guard for guard in guards if guard.free_symbols and guard.free_symbols <= sizes.keys()]
+        least = all(size >= env.var_to_range[symbol].lower for symbol, size in sizes.items())
+        return least and all(bool(guard.subs(sizes)) for guard in known)
+
+
+def _symbolic_sizes(value: Any) -> list[torch.SymInt]:
+    shape = value.shape if isinstance(value, torch.Tensor) else [value]
+    return [size for size in shape if isinstance(size, torch.SymInt)]
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedMedia:
+    """Captured graph that is cut in two: encoders, and what reads their features.
+
+    Attributes:
+        module: the remaining graph; its inputs are those of the captured graph, then a table and its rows for each
+            feature tensor.
+        encoders: one for each set of media that features are computed from.
+    """
+
+    module: fx.GraphModule
+    encoders: Sequence[GraphEncoder]
+
+    def calling(
+        self, run: Callable[..., Sequence[Any]], note: Callable[[str, float, int], None], budget: int | None
+    ) -> Callable[..., Sequence[Any]]:
+        """Wrap a callable of the remaining graph as one over the inputs of the captured graph.
+
+        Args:
+            note: is given a sentence on what each encoder ran, the bytes that it keeps and its groups, after each call.
+            budget: bytes of activations that each encoder may keep; None: by the device's free memory.
+        """
+        proven: set[GraphEncoder] = set()
+        kept: dict[Any, float] = {}  # by encoder and sizes of its media, bytes for each of them
+
+        def run_encoded(*args: Any) -> Sequence[Any]:
+            gather_all()
+            made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+            notes = []
+            for encoder in self.encoders:
+                bytes_each, most = 0.0, math.inf
+                if encoder.is_trained:
+                    media = [args[encoder.inputs[i]] for i in encoder.media]
+                    key = (encoder, *(value.shape[1:] for value in media))
+                    if key not in kept:
+                        kept[key] = encoder.bytes_each(args)
+                    bytes_each = kept[key]
+                    most = default_budget(media[0].device) if budget is None else budget
+                found = encoder.encode(args, encoder not in proven, bytes_each, most)
+                if found.is_proof:
+                    proven.add(encoder)
+                made |= zip(encoder.tables, zip(found.tables, found.rows, strict=True), strict=True)
+                notes.append((found.note, found.kept_bytes, found.groups))
+            results = run(*args, *(value for number in sorted(made) for value in made[number]))
+            for values in notes:
+                note(*values)
+            return results
+
+        return run_encoded
+
+
+def without_encoders(module: fx.GraphModule) -> EncodedMedia | None:
+    """Cut the encoders out of a captured graph; return None if it has none.
+
+    Raises:
+        RefusalError: features are put at entries instead of at whole tokens.
+    """
+    insertions = list(insertions_of(module.graph))
+    if not insertions:
+        return None
+    cut = Cut(module, insertions)
+    placeholders = list(module.graph.find_nodes(op="placeholder"))
+    of_media: dict[frozenset[fx.Node], list[int]] = {}
+    for insertion in insertions:
+        numbers = of_media.setdefault(insertion.media, [])
+        if (number := cut.features.index(insertion.features)) not in numbers:
+            numbers.append(number)
+    encoders = []
+    for media, tables in of_media.items():
+        features = [cut.features[number] for number in tables]
+        before, inputs, _ = cut.before({node: cut.reads[node] for node in features})
+        own = [i for i, number in enumerate(inputs) if placeholders[number] in media]
+        encoders.append(GraphEncoder(before, inputs, own, tables))
+    return EncodedMedia(cut.remaining()[0], encoders)

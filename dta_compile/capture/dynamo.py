@@ -108,9 +108,9 @@ def _mark_rows(node: fx.Node, data: Sequence[fx.Node]) -> bool:
     A leaf may be a weight, whose sizes are constants; so is the number of rows, then, that are combined with it.
     """
     value, grapharg = node.meta.get("example_value"), node.meta.get("grapharg")
-    if grapharg is None or not isinstance(value, torch.Tensor) or isinstance(grapharg.example, torch.nn.Parameter):
+    if grapharg is None or isinstance(grapharg.example, torch.nn.Parameter):
         return False
-    if not _may_be_weight(value) or value.dim() == 0 or getattr(grapharg.example, MARKED, False):
+    if not is_weight(value) or value.dim() == 0 or getattr(grapharg.example, MARKED, False):
         return False
     rows = [expression(other.meta["example_value"].shape[0]) for other in data if other.meta["example_value"].dim() > 1]
     if value.shape[0] == 1 or expression(value.shape[0]) not in rows:

@@ -160,6 +160,11 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
             "pass input_ids in place of inputs_embeds, so that placeholders of images are found among ids, not by"
             " comparing embeddings"
         )
+    elif "not linear in the gradients" in mixed.reason:
+        hint = (
+            "clip or normalise gradients where they are whole: those of parameters after backward (clip_grad_norm_), or"
+            " of what the compiled function returns (output.register_hook); scaling by a factor is linear"
+        )
     elif mixed.node.op == "call_module":
         hint = (
             "write its forward with torch's operators: `x + (y - x).detach()` has the value of y and the gradient of x"

@@ -42,6 +42,10 @@ NO_ATTENTION = (
     "(of recurrent and convolutional models, those run over a prefix tree that call functions of transformers, fla, "
     "mamba-ssm or causal-conv1d)"
 )
+NO_ATTENTION_HERE = (
+    "the model breaks into several graphs, and one that trains parameters has no attention: it runs as captured, and "
+    "rows share nothing in it (TORCH_LOGS=graph_breaks shows the line)"
+)
 
 
 class Kind(enum.Enum):
@@ -107,8 +111,10 @@ def classify(module: fx.GraphModule) -> Captured:
 
 
 def _without_attention(graph: Captured) -> Captured:
-    note = NO_ATTENTION if graph.training and trains_parameters(graph.module) else None
-    return dataclasses.replace(graph, kind=Kind.PLAIN, note=note)
+    if not (graph.training and trains_parameters(graph.module)):
+        return dataclasses.replace(graph, kind=Kind.PLAIN)
+    is_part = graph.graph_break or dynamo.resumes_after_a_break() or dynamo.given_up()
+    return dataclasses.replace(graph, kind=Kind.PLAIN, note=NO_ATTENTION_HERE if is_part else NO_ATTENTION)
 
 
 def _for_the_tree(graph: Captured) -> Captured:

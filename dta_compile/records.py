@@ -26,13 +26,28 @@ _ATTRIBUTE = "_dta_record"
 MANY_GRAPHS = 10
 MOST_LENGTHS = 8
 MOST_ABANDONED = 2  # engines kept although all callables that used them are gone
+REMOVE = "remove the graph break (torch.compile(..., fullgraph=True) points at it)"
 # Parts of the messages of graph breaks where Python code reads numbers out of tensors.
 OF_NUMBERS = ("data-dependent", "data dependent", "item()", "tolist", "numpy", "could not guard")
 NUMBERS = (
-    ": Python code cannot depend on what tensors hold. In a mixture of experts, loop over all of them, as in"
+    f"{REMOVE}: Python code cannot depend on what tensors hold. In a mixture of experts, loop over all of them, as in"
     " `for e in range(E)`, drop the `if` around an expert without tokens, which adds nothing, and select its tokens by"
     " a condition instead of by .item(), .tolist() or .numpy()"
 )
+# Where torch breaks the graph at a module, by parts of its messages.
+OF_RECURRENCES = ("rnn, gru, or lstm",)
+RECURRENCES = (
+    "nn.RNN, nn.GRU and nn.LSTM are recurrences with steps that are not linear in the state, and break the graph:"
+    " before the last attention, call dta_compile.linear_recurrence (minGRU), linear_attention, gated_delta_rule,"
+    " selective_scan or short_convolution instead; after it, they run as they are"
+)
+OF_HOOKS = ("backwards hooks",)
+HOOKS = (
+    "a module called there has a backward hook (register_full_backward_hook or register_full_backward_pre_hook),"
+    " at which torch breaks the graph: remove it, and register hooks on parameters instead, or on what the compiled"
+    " function returns"
+)
+HINTS = ((OF_NUMBERS, NUMBERS), (OF_RECURRENCES, RECURRENCES), (OF_HOOKS, HOOKS))
 
 
 @dataclasses.dataclass
@@ -203,11 +218,11 @@ def with_graph_break(error: RefusalError) -> RefusalError:
     if not dynamo.resumes_after_a_break() and "___stack" not in error.got and not (is_part and dynamo.given_up()):
         return error
     line = dynamo.given_up() if is_part and dynamo.given_up() else _last_break[-1] if _last_break else None
+    reason = (line or "").lower()
     return RefusalError(
         "a graph break inside the model: what comes after it cannot run over the tree by itself",
         where=line or "TORCH_LOGS=graph_breaks shows the line",
         expected="one graph from token ids to the last attention layer",
         got=error.got or error.what,
-        hint="remove the graph break (torch.compile(..., fullgraph=True) points at it)"
-        + (NUMBERS if any(word in (line or "").lower() for word in OF_NUMBERS) else ""),
+        hint=next((hint for words, hint in HINTS if any(word in reason for word in words)), REMOVE),
     )

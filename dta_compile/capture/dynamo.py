@@ -347,9 +347,9 @@ def _with_preparations(run: Callable[[Any], None]) -> Callable[[Any], None]:
             except Exception as error:
                 if has_regions:
                     _trace_again_without(_without_regions, "regions")
-                if here not in _has_given_up:
+                if here not in _has_given_up and "No ops traced" not in str(error):  # else there is nothing to compile
                     _has_given_up.add(here)
-                    _given_up[:] = [(self.output.compiler_fn, cause(error))]
+                    _given_up[:] = [(self.output.compiler_fn, cause(error) + _hooked(modules, str(error)))]
                     if _clear_ids not in callback_handler.end_callbacks:
                         callback_handler.register_end_callback(_clear_ids)
                 sizes = getattr(self.output.shape_env, "var_to_range", ())
@@ -512,11 +512,21 @@ def graph_break(module: fx.GraphModule) -> str | None:
     reason = getattr(module, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
-    return _with_line(str(reason.reason).splitlines()[0], reason.user_stack)
+    root, text = getattr(frames.calling(OutputGraph), "root_tx", None), str(reason.reason)
+    return _with_line(text.splitlines()[0], reason.user_stack) + _hooked(modules_at_hand(root) if root else (), text)
+
+
+def _hooked(modules: Iterable[torch.nn.Module], reason: str) -> str:
+    """Name the modules with backward hooks, if these are the reason why Dynamo cannot trace a function."""
+    named = {module: name for one in modules for name, module in one.named_modules() if name}
+    hooked = (f"{named[m]} ({type(m).__name__})" for m in named if m._backward_hooks or m._backward_pre_hooks)
+    return f"; backward hooks are on {', '.join(hooked)}" if "backwards hooks" in reason else ""
 
 
 def _with_line(reason: str, stack: Any) -> str:
-    line = stack[-1] if stack else None
+    """Return a reason with the user's line: the innermost one outside of torch."""
+    line = next((line for line in reversed(stack or ()) if torch.nn.modules.__path__[0] not in line.filename), None)
+    line = line or (stack[-1] if stack else None)
     return f"{reason} at {line.filename}:{line.lineno}: {line.line}" if line is not None else reason
 
 

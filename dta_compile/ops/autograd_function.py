@@ -42,13 +42,14 @@ class AutogradFunctionCall(torch.nn.Module):
         self.returns_tuple = False
         self.is_pointwise = False  # in both directions, with a backward that is linear in the gradients
         self.is_linear = False
+        self.reason: str | None = None  # why it is not pointwise
         self.draws = self._is_impure = False  # FX keeps unused calls of modules with `_is_impure`
 
     def forward(self, tensors: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
         """Run the function under ordinary autograd; return its tensor outputs."""
         device, dtype, enabled = self.autocast
         with torch.autocast(device, dtype, enabled):
-            arguments = self._arguments(tensors, sizes)
+            arguments = self.arguments(tensors, sizes)
             results = torch.ops.higher_order.autograd_function_apply(
                 self.forward_graph, self.backward_graph, *arguments, **self.keywords
             )
@@ -57,7 +58,7 @@ class AutogradFunctionCall(torch.nn.Module):
     def shapes(self, tensors: list[torch.Tensor], sizes: list[Any]) -> list[torch.Tensor]:
         """Run the forward on fake tensors, and record which outputs are tensors and whether it is random."""
         with DrawCapture() as draws:
-            results, _ = fx.Interpreter(self.forward_graph).run(*self._arguments(tensors, sizes))
+            results, _ = fx.Interpreter(self.forward_graph).run(*self.arguments(tensors, sizes))
         self.draws = self._is_impure = bool(draws.results)
         self.returns_tuple = isinstance(results, (tuple, list))
         self.present = [isinstance(result, torch.Tensor) for result in _as_tuple(results)]
@@ -65,7 +66,7 @@ class AutogradFunctionCall(torch.nn.Module):
 
     def outputs(self, tensors: list[torch.Tensor], sizes: list[Any]) -> tuple[list[Any], Any]:
         """Run the forward on fake tensors; return its outputs and what it saves."""
-        results, saved = fx.Interpreter(self.forward_graph).run(*self._arguments(tensors, sizes))
+        results, saved = fx.Interpreter(self.forward_graph).run(*self.arguments(tensors, sizes))
         return list(_as_tuple(results)), saved
 
     def gradients(self, of_outputs: list[Any], saved: Any) -> list[Any]:
@@ -77,7 +78,8 @@ class AutogradFunctionCall(torch.nn.Module):
         self.is_pointwise = True
         self.template = [1 if arg is torch.SymInt else arg for arg in self.template]
 
-    def _arguments(self, tensors: list[torch.Tensor], sizes: list[Any]) -> Iterator[Any]:
+    def arguments(self, tensors: list[torch.Tensor], sizes: list[Any]) -> Iterator[Any]:
+        """Return the function's arguments, with these tensors and sizes among them."""
         tensor, size = iter(tensors), iter(sizes)
         kinds = {torch.Tensor: tensor, torch.SymInt: size}
         return (next(kinds[arg]) if isinstance(arg, type) else arg for arg in self.template)

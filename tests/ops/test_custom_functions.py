@@ -182,15 +182,48 @@ def shared_ids() -> torch.Tensor:
     return ids
 
 
-def test_a_pointwise_function_of_tokens_runs_over_the_tree():
+class Scaled(torch.autograd.Function):
+    """The gradient alone is scaled; all views are of the whole value."""
+
+    @staticmethod
+    def forward(ctx, x, view, shape):
+        ctx.shape = x.shape
+        return view(x, shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.neg().reshape(-1, 16).view(ctx.shape) * 0.3, None, None
+
+
+def scaled(view):
+    return lambda x: Scaled.apply(x, view, x.shape).tanh() + Scaled.apply(x * 2, view, x.shape)
+
+
+@pytest.mark.parametrize(
+    "of_tokens",
+    [
+        lambda x: Gelu.apply(x.flatten(0, 1)).view_as(x),
+        scaled(lambda x, shape: x.view_as(x)),
+        scaled(lambda x, shape: x.view(shape)),
+        scaled(lambda x, shape: x[:].transpose(0, 1).detach().transpose(0, 1).expand(shape)),
+        scaled(lambda x, shape: x),
+    ],
+)
+def test_a_pointwise_function_of_tokens_runs_over_the_tree(of_tokens):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model, ids = Functions(lambda x: Gelu.apply(x.flatten(0, 1)).view_as(x)), shared_ids()
+    model, ids = Functions(of_tokens), shared_ids()
     compiled = torch.compile(model, backend="dta", options={"chunk_size": 3})
     found = [torch.autograd.grad(run(ids).sin().sum(), list(model.parameters())) for run in (model, compiled)]
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(theirs, mine, rtol=1e-9, atol=1e-9)
     assert dta_compile.last_plan(compiled).stats.compression > 1
+
+
+def written_to_later(x):
+    x = x * 1
+    view = Scaled.apply(x, lambda x, shape: x.view(shape), x.shape).detach()
+    return x.mul_(2) * view
 
 
 class Allowed(Clipped):
@@ -200,9 +233,10 @@ class Allowed(Clipped):
 @pytest.mark.parametrize(
     ("functions", "words"),
     [
-        ((Clipped.apply,), "no token-wise rule"),
-        ((Centred.apply,), "no token-wise rule"),
+        ((Clipped.apply,), "(?s)not linear in the gradients.*aten.clamp.*clip_grad_norm_"),
+        ((Centred.apply,), "backward is not pointwise: aten.mean"),
         ((torch.clone, Clipped.apply), "not linear in the gradients"),
+        ((written_to_later,), "returned as a view of it"),
         # Dynamo does not look into either, so that their own backward is in no graph.
         ((torch.compiler.allow_in_graph(lambda x: Clipped.apply(x)),), "hides its backward"),
         ((torch.compiler.allow_in_graph(Allowed).apply,), "hides its backward"),

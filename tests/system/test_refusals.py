@@ -275,6 +275,33 @@ def test_a_graph_break_inside_the_model_names_its_line():
     assert "test_refusals.py" in error.where
 
 
+class Broken(nn.Module):
+    """A module at which torch breaks the graph, before attention."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.tokens, self.inner = nn.Embedding(VOCABULARY, 16), kind(16, 16)
+
+    def inputs(self, ids):
+        x = self.inner(self.tokens(ids))
+        return x if isinstance(x, torch.Tensor) else x[0]
+
+    def forward(self, ids):
+        x = self.inputs(ids)
+        return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)[:, 0]
+
+
+@pytest.mark.parametrize(("kind", "words"), [(nn.GRU, "nn.GRU.*linear_recurrence"), (nn.Linear, "inner .Linear.*hook")])
+def test_modules_that_break_the_graph_are_named(kind, words, caplog):
+    torch._dynamo.reset()
+    model = Broken(kind)
+    if kind is nn.Linear:
+        model.inner.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(RefusalError, match=f"(?s)x = self.inner.*{words}"):
+        torch.compile(model, backend="dta")(torch.randint(VOCABULARY, (2, 6)))
+    assert "no scaled_dot_product_attention" not in caplog.text
+
+
 def over_pairs(q, k):
     return q @ k.transpose(-1, -2) / 3
 

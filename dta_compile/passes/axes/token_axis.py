@@ -235,7 +235,10 @@ def apply_rule(
         return repeated
     if not any(layout.labelled for layout in layouts.values()) and mixer is None:
         return _without_axes(program, node)
-    rule = pointwise if (function := custom_function(node)) and function.is_pointwise else rule_for(node.target)
+    function = custom_function(node)
+    rule = pointwise if function is not None and function.is_pointwise else rule_for(node.target)
+    if function is not None and not function.is_pointwise:
+        return Mixed(f"{node.target}: {function.reason}", node)
     if rule is None:
         return Mixed(f"{node.target} has no token-wise rule", node)
     arguments = Arguments(layouts, dense=lambda arg: arg not in program.parameter_dependent)
@@ -305,9 +308,7 @@ def _without_axes(program: Program, node: fx.Node) -> Value:
     shaped = layout_by_shape(program, node)
     function = custom_function(node)
     if node in program.parameter_dependent and function is not None and not function.is_linear:
-        return Mixed(
-            f"the backward of {node.target} is not linear in the gradients, which it gets chunk by chunk", node
-        )
+        return Mixed(f"{node.target}: {function.reason}", node)
     if node in program.parameter_dependent and is_labelled(shaped):
         return Mixed(f"{node.target} gives a weight a batch or token axis, {LEARNED_PROMPT}", node)
     return shaped

@@ -52,6 +52,7 @@ TRACKED_THROUGH = frozenset(
 )
 OF_TORCH = (None, "_operator", "torch", "torch._C._nn", "torch.functional", "torch.nn.functional")
 HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+OF_FUNCTION = -1  # among the tensors of a storage: a custom function's result that is a view of its argument
 CACHES_CASTS = 3  # the position of `cache_enabled` in the arguments of torch's `_enter_autocast`
 
 
@@ -164,6 +165,9 @@ class GradientFlow(CapturedInterpreter):
         for value in tensors(result):
             self._owners.setdefault(_storage(value), _root(value))
         memory = {_storage(value) for value in inputs}
+        if n.target is torch.ops.higher_order.autograd_function_apply:  # lowered as if its results were new
+            for shared in memory.intersection(map(_storage, tensors(result))):
+                self._roots.setdefault(shared, set()).add(OF_FUNCTION)
         self.flows[n] = [_flow(value, memory) for value in tensors(result)]
         for value in tensors(result):
             self._track(value)
@@ -193,7 +197,8 @@ class GradientFlow(CapturedInterpreter):
                 "the model writes to a value with a gradient behind autograd's back",
                 where=where(node),
                 expected="writes that autograd records, or new values",
-                got="a write in place under torch.no_grad(), or to a detached alias",
+                got="a write in place under torch.no_grad(), to a detached alias, or to what a torch.autograd.Function"
+                " got or returned as a view of it",
                 hint="make a new value instead (x = x * 2, not x.mul_(2)); (y - x).detach() + x has the value of y and "
                 "the gradient of x; a whole parameter may be written to before its first read, if the same write once "
                 "more would change nothing (clamp_ with numbers)",

@@ -131,9 +131,18 @@ def _require_token_wise(program: Program, node: fx.Node) -> None:
         raise mixing_refusal(value)
 
 
+NEIGHBOURS = (
+    "let tokens see others through attention, or the last few through dta_compile.short_convolution (a mean has the"
+    " weights 1/k), F.conv1d of F.pad(x.mT, (k - 1, 0)), F.pad(x, (0, 0, k - 1, 0)).unfold(1, k, 1), or shifts such as"
+    " F.pad(x, (0, 0, 1, -1)); what is the same for a whole row can be computed outside and passed for each token"
+)
+
+
 def mixing_refusal(mixed: Mixed) -> RefusalError:
     """Return the error for a value before the last attention that is not computed token by token."""
-    hint = "declare a rule with dta_compile.register_token_rule if the operator treats every token by itself"
+    hint = NEIGHBOURS
+    if "has no token-wise rule" in mixed.reason and mixed.node.op == "call_function":
+        hint = "declare a rule with dta_compile.register_token_rule if the operator treats every token by itself"
     name = str(mixed.node.target)
     if "requires a gradient" in mixed.reason:
         hint = (
@@ -159,6 +168,11 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
         hint = (
             "pass input_ids in place of inputs_embeds, so that placeholders of images are found among ids, not by"
             " comparing embeddings"
+        )
+    elif "not linear in the gradients" in mixed.reason:
+        hint = (
+            "clip or normalise gradients where they are whole: those of parameters after backward (clip_grad_norm_), or"
+            " of what the compiled function returns (output.register_hook); scaling by a factor is linear"
         )
     elif mixed.node.op == "call_module":
         hint = (

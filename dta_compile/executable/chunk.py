@@ -53,7 +53,7 @@ class StageCode:
         cache_only: writes the states of its mixers to the path; returns nothing.
         forward_only: writes states, returns the slots that the stage writes.
         forward: writes states, returns the slots that the stage writes, then the saved values.
-        backward: takes a list of the path, the values kept for it, gradients and accumulators, and empties the list;
+        backward: takes one list (the path, the values kept for it, gradients, accumulators) and empties it;
             returns gradients of the slots that the stage reads from other stages.
     """
 
@@ -106,14 +106,14 @@ class ChunkGraphs:
         received: the slots of the values that a part reads from other parts.
         slots: number of slots.
         transposed: inputs whose transposes have slots, right after those of the inputs.
-        outputs: slots of the frontier values.
+        outputs: slots of the frontier values: what code outside of the tree reads, such as log-probabilities.
         backward_inputs: inputs that are kept for the backward; they precede the saved values.
         saved_states: for each mixer layer, positions of its states (key and value) among the kept values.
         differentiated: positions of the frontier values whose gradients the backward takes.
         grad_parameters: positions among the inputs of the parameters that receive a gradient.
         grad_sources: for each of `grad_parameters`, the frontier values that its gradient comes from.
-        token_bytes, head_bytes: bytes that one chunk keeps for its backward, per token and per head row: saved values,
-            and the inputs of trunk and head among `backward_inputs`.
+        token_bytes, head_bytes: bytes that one chunk keeps for its backward, per token and per head row (a token
+            whose logits are read): saved values, and the inputs of trunk and head among `backward_inputs`.
         kv_bytes: bytes per token of the states of all layers (for attention, keys and values).
         result_bytes: bytes per token of the results of all layers without running states (for attention, output and
             log-sum-exps).

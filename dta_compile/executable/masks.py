@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import sympy
 
 from dta_compile.errors import RefusalError
-from dta_compile.proofs.mask_class import MaskClass
+from dta_compile.proofs.proven_mask import MaskClass
 from dta_compile.proofs.tables import Facts, Table
 from dta_compile.proofs.terms import Leaf, Term, in_order, shown
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dta_compile.plan.cost import CostModel, Limits, Rates
 from dta_compile.plan.division.balance import balance
-from dta_compile.plan.events import Work
+from dta_compile.plan.interpret import Work
 from dta_compile.plan.keep import choose_keep
 from dta_compile.plan.peak_memory import Footprint, PartBytes, bytes_of_halves
 from dta_compile.plan.plan import Plan, make_plan, plan

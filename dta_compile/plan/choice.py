@@ -12,7 +12,7 @@ import numpy as np
 from dta_compile.options import Options
 from dta_compile.plan.cost import Limits
 from dta_compile.plan.division.balance import balance
-from dta_compile.plan.events import Work
+from dta_compile.plan.interpret import Work
 from dta_compile.plan.keep import choose_keep, spend_rest
 from dta_compile.plan.peak_memory import bytes_of_halves
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule

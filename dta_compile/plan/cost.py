@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dta_compile.options import CHUNK_TOKENS, Options
-from dta_compile.plan.events import Work, chunk_work
+from dta_compile.plan.interpret import Work, chunk_work
 from dta_compile.plan.peak_memory import Footprint, PartBytes
 from dta_compile.plan.simulate import Simulation
 from dta_compile.plan.tree.chunk_tree import chunk_tree

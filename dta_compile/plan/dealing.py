@@ -11,7 +11,7 @@ import numpy as np
 from dta_compile.options import Options
 from dta_compile.plan.cost import Limits
 from dta_compile.plan.division.pieces import Dealing
-from dta_compile.plan.events import Work
+from dta_compile.plan.interpret import Work
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Schedule, extent
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.prefix_tree import PrefixTree

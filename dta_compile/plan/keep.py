@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dta_compile.options import Options
 from dta_compile.plan.cost import STATES_SHARE, CostModel, Limits
-from dta_compile.plan.events import Work, chunk_work
+from dta_compile.plan.interpret import Work, chunk_work
 from dta_compile.plan.peak_memory import Footprint, PartBytes
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, rebuilt_slices
 from dta_compile.plan.tree.chunk import Chunk

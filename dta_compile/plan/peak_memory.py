@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from dta_compile.plan.events import Held, Work, interpret
+from dta_compile.plan.interpret import Held, Work, interpret
 from dta_compile.plan.schedule import Attach, Schedule
 from dta_compile.plan.simulate import by_group
 from dta_compile.plan.tree.chunk import Chunk

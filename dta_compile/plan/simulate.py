@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dta_compile.plan.events import Work, interpret
+from dta_compile.plan.interpret import Work, interpret
 from dta_compile.plan.schedule import Schedule
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 

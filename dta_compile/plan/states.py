@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dta_compile.plan.events import Interpreter, include, pop_above
+from dta_compile.plan.interpret import Interpreter, include, pop_above
 from dta_compile.plan.schedule import Anchor, Forward, Restore, Schedule, extent
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.prefix_tree import PrefixTree

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dta_compile.plan.division.pieces import Dealing
-from dta_compile.plan.events import Work
+from dta_compile.plan.interpret import Work
 from dta_compile.plan.schedule import Forward, Op, Schedule
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.plan.tree.split_prefixes import Images

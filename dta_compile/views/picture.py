@@ -17,7 +17,7 @@ from dta_compile.errors import PlanError
 from dta_compile.plan import Plan
 from dta_compile.plan.cost import Limits
 from dta_compile.plan.division.pieces import Dealing
-from dta_compile.plan.events import Held, interpret
+from dta_compile.plan.interpret import Held, interpret
 from dta_compile.plan.peak_memory import bytes_by_op
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Pop, Restore, Schedule, extent
 from dta_compile.plan.tree.chunk import Chunk, Slice

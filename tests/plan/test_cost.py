@@ -22,7 +22,7 @@ from dta_compile.plan import (
     verify,
 )
 from dta_compile.plan.choice import CANDIDATES, choose_lazily
-from dta_compile.plan.events import chunk_work
+from dta_compile.plan.interpret import chunk_work
 from dta_compile.plan.schedule import MODES
 
 SHARED = PrefixTree.build([[1] * 20 + [n] * 5 for n in range(8)])

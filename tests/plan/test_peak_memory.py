@@ -22,7 +22,7 @@ from dta_compile.plan import (
     chunk_tree,
     simulate,
 )
-from dta_compile.plan.events import chunk_work
+from dta_compile.plan.interpret import chunk_work
 from tests.support.plans import peak_bytes
 
 COST = CostModel()

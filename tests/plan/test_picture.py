@@ -8,7 +8,7 @@ import pytest
 
 from dta_compile.errors import PlanError
 from dta_compile.plan import Plan, Schedule, plan
-from dta_compile.plan.events import interpret
+from dta_compile.plan.interpret import interpret
 from dta_compile.plan.peak_memory import bytes_by_op
 from tests.support.pages import read_page
 from tests.support.plans import peak_bytes

@@ -2,7 +2,7 @@ import pytest
 
 from dta_compile.errors import ScheduleError
 from dta_compile.plan import PrefixTree, Schedule, Simulation, Work, verify
-from dta_compile.plan.events import interpret
+from dta_compile.plan.interpret import interpret
 from tests.support.execution import execute
 
 # s0 to s2 share 1 2, s1 and s2 also 6; s3 forks from the first token.

@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 
 import dta_compile
 from dta_compile.errors import RefusalError, RuntimeContractError
-from dta_compile.runtime.encoders import distinct as encoders
+from dta_compile.runtime.encoders import distinct_media as encoders
 from tests.support.tiny import WIDTH, BareLM, after, assert_same, weighted
 
 IMAGE, PATCHES, SIZE, KINDS = 30, 2, 4, 3  # id of placeholders, tokens of an image, its height and width, images drawn

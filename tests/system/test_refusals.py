@@ -369,7 +369,7 @@ class Special(OneLayer):
     ("kind", "got", "hint"),
     [
         ("soft cap", "masked already", "scaled_dot_product_attention"),
-        ("learned bias", "a learned bias that no weight depends on", "scaled_dot_product_attention"),
+        ("learned bias", "a learned bias that the softmax cancels", "scaled_dot_product_attention"),
         ("sparse", "a bias computed from parameters", "no learned bias"),
     ],
 )

@@ -24,7 +24,7 @@ from dta_compile.errors import RefusalError, RuntimeContractError
 from dta_compile.integrations.layer_groups import gather_to_encode
 from dta_compile.ops.feature_tables import TABLE_ROWS
 from dta_compile.passes.program import ancestors, is_boolean, name_of, output_node, writes_of
-from dta_compile.runtime.encoders.distinct import as_table
+from dta_compile.runtime.encoders.distinct_media import as_table
 from dta_compile.runtime.encoders.encoder import Encoder, encoder_of
 from dta_compile.runtime.encoders.modules import EncoderModule
 

@@ -32,7 +32,7 @@ from dta_compile.capture.media.insertions import insertions_of
 from dta_compile.integrations.layer_groups import gather_all
 from dta_compile.passes.program import output_node
 from dta_compile.passes.symbols import expression, symbol_sources, symbolic
-from dta_compile.runtime.encoders.distinct import Features, Kept, encode_distinct, least
+from dta_compile.runtime.encoders.distinct_media import Features, Kept, encode_distinct, least
 from dta_compile.runtime.measure.budget import default_budget
 
 

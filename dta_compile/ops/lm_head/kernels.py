@@ -12,7 +12,7 @@ import triton.language as tl
 from dta_compile.ops.triton_use.math import tanh
 
 # One compilation must serve chunks of all sizes and all blocks, so values and alignment of these arguments must not
-# specialise it. The stride of logits does: alignment to 16 decides how wide their long rows are loaded.
+# specialise it. The row stride of logits stays specialised: divisibility by 16 permits wide loads.
 UNSPECIALIZED = (
     "temperature", "outer", "labels", "logit", "largest", "exps", "products", "total", "best",
     "of_labels", "log_sum", "mean", "of_log_sum", "of_mean", "of_total", "start", "temperature_row", "outer_row",

@@ -18,7 +18,7 @@ from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.lm_head.operators import LINEAR_CROSS, LINEAR_LOG_PROB, LINEAR_TOP, Further, Head, Results
 from dta_compile.ops.mixer import mixer_of_chunk
 from dta_compile.passes.chunk.chunk_graph import fake_inputs, free_sizes
-from dta_compile.passes.chunk.vocabulary import CAST, TOPS, Kind, Reading, Reduction, Scaling, Step, top_dim
+from dta_compile.passes.chunk.logit_uses import CAST, TOPS, Kind, Reading, Reduction, Scaling, Step, top_dim
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import descendants, erase_unused, swaps
 from dta_compile.passes.graphs.operators import LINEAR_LAYERS, TRANSPOSITIONS, aten

@@ -1,7 +1,8 @@
-"""Parts of a chunk: runs of stages that run over all chunks of a tree before the next part does. Called by `emit`.
+"""Divide a chunk into parts: consecutive stages, executed for all chunks before the next part starts.
 
 A part is the unit of rematerialisation: its inputs are kept between forward and backward, and all that it computes is
-computed again. So parts are layers: a part begins at each stage with a mixer, the last one where head rows are read.
+computed again. So parts are layers: a part begins at each stage with a mixer, and the last part where head rows are
+first read. `emit` calls this.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def parts_of(chunk: ChunkStages, emit: Emit) -> list[Part]:
 
 def _first_stages(chunk: ChunkStages) -> list[int]:
     """Return the stages that parts begin with. Only values over tokens cross between parts: a value over head rows
-    stays in its part, since a backward may run for a part of the head rows."""
+    stays in its part, since a backward may run for a subset of the head rows."""
     stages = chunk.stages
     begins = {number for number, stage in enumerate(stages) if stage.layers}
     begins |= {number for number, stage in enumerate(stages) if not chunk.of_head.isdisjoint(stage.reads)}

@@ -19,7 +19,7 @@ from dta_compile.executable.chunk import Part
 from dta_compile.executable.executable import FrontierValue
 from dta_compile.executable.pieces import NO_CODES, Codes, running
 from dta_compile.plan import Segment, Work, segments
-from dta_compile.plan.events import KeptSpines, attention_pairs
+from dta_compile.plan.interpret import KeptSpines, attention_pairs
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.prefix_tree import PrefixTree

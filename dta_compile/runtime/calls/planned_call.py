@@ -32,7 +32,7 @@ from dta_compile.plan.simulate import by_group, simulate
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.plan.tree.split_prefixes import SplitPrefixes
-from dta_compile.proofs.mask_class import CERTAIN
+from dta_compile.proofs.proven_mask import CERTAIN
 from dta_compile.runtime.calls.call import Call
 from dta_compile.runtime.calls.executor import BatchChunk, ChunkData, Executor
 from dta_compile.runtime.calls.masks import ReadMasks

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dta_compile.errors import RefusalError
 from dta_compile.integrations import checkpoint_flags
-from dta_compile.runtime.encoders.distinct import Kept, dependence
+from dta_compile.runtime.encoders.distinct_media import Kept, dependence
 from dta_compile.runtime.encoders.method_calls import Arguments, MethodCall, call_of
 from dta_compile.runtime.encoders.outputs import FIELDS, HIDDEN, Form, features_in, form_of, is_of_integers, with_mask
 from dta_compile.runtime.encoders.trial import (

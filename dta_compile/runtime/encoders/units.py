@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dta_compile.runtime.encoders.distinct import distinct
+from dta_compile.runtime.encoders.distinct_media import distinct
 
 Tensors = tuple[torch.Tensor, ...]
 Sizes = Sequence[Sequence[int] | None]

@@ -26,10 +26,10 @@ from dta_compile.runtime.calls.masks import ReadMasks
 from dta_compile.runtime.calls.mixers import runtimes_of
 from dta_compile.runtime.calls.planned_call import PlannedCall
 from dta_compile.runtime.calls.ranks import Ranks
-from dta_compile.runtime.one_tree.executor import PieceExecutor
 from dta_compile.runtime.one_tree.facts import Facts, facts_of, masks_of, require_alike, rows_of_all
 from dta_compile.runtime.one_tree.frontier import ComputedRows, OwnedRows
 from dta_compile.runtime.one_tree.path import PiecePath
+from dta_compile.runtime.one_tree.piece_executor import PieceExecutor
 from dta_compile.runtime.one_tree.routes import HeadRoutes, StateRoutes, head_routes, numbers_by_rank, transfer
 from dta_compile.runtime.path.interface import AnyRuntime
 from dta_compile.runtime.rows.batch_rows import BatchRows, Integers

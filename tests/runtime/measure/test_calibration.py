@@ -16,7 +16,7 @@ from dta_compile.errors import OptionError
 from dta_compile.executable.executable import TensorSpec
 from dta_compile.options import Options
 from dta_compile.plan import Anchor, Backward, CostModel, Forward, Rates, Work
-from dta_compile.plan.events import chunk_work
+from dta_compile.plan.interpret import chunk_work
 from dta_compile.runtime.measure import calibration
 from dta_compile.runtime.measure.calibration import (
     BOUND,

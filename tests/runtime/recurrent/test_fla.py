@@ -21,7 +21,7 @@ from dta_compile.ops.recurrences.operators import RECURRENCES
 from dta_compile.runtime.calls import mixers
 from dta_compile.runtime.path.chunk_shape import ChunkShape
 from dta_compile.runtime.path.interface import RecurrentInputs
-from dta_compile.runtime.recurrent import fla, providers
+from dta_compile.runtime.recurrent import choose, fla
 from dta_compile.runtime.recurrent.layer import RecurrentLayerRuntime
 from tests.support.forests import draw_forest, segment
 from tests.support.tiny import VOCABULARY, after, assert_same, shared_ids, weighted
@@ -47,7 +47,7 @@ SIGNATURES = {
 @pytest.fixture(scope="module", autouse=True)
 def _package():
     """The package, imported as any other, and gone again afterwards."""
-    caches = fla.installed, fla.kernel_for, providers._chosen
+    caches = fla.installed, fla.kernel_for, choose._chosen
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
             patch.delitem(sys.modules, name)
@@ -64,7 +64,7 @@ def _package():
 @pytest.fixture(autouse=True)
 def _nothing_chosen():
     fla.kernel_for.cache_clear()
-    providers._chosen.cache_clear()
+    choose._chosen.cache_clear()
 
 
 def draw_inputs(seed, recurrence, by_channel, dtype=torch.float64, groups=1, longest=12, widths=(3, 5)):
@@ -154,7 +154,7 @@ def chosen(caplog, name="gated_delta_rule", by_channel=False, **others):
     x, depths, *_ = draw_inputs(3, BY_NAME[name], by_channel, **{"dtype": torch.bfloat16, "widths": (16, 32), **others})
     caplog.clear()
     with caplog.at_level(logging.WARNING, "dta_compile"):
-        found = [providers.ChosenRuntime(BY_NAME[name]).choose(x, depths) for _ in range(2)]
+        found = [choose.ChosenRuntime(BY_NAME[name]).choose(x, depths) for _ in range(2)]
     assert type(found[0]) is type(found[1])
     return found[0], [record.getMessage() for record in caplog.records]
 
@@ -226,7 +226,7 @@ def test_a_package_that_cannot_be_imported(caplog, monkeypatch):
 
 def test_many_pieces_run_by_torch(caplog, monkeypatch):
     """Their states would be held all at once."""
-    monkeypatch.setattr(providers, "MOST_STATES", 2 * 16 * 32)
+    monkeypatch.setattr(choose, "MOST_STATES", 2 * 16 * 32)
     runtime, said = chosen(caplog)
     assert isinstance(runtime, RecurrentLayerRuntime) and not said
 
@@ -234,15 +234,15 @@ def test_many_pieces_run_by_torch(caplog, monkeypatch):
 def test_devices(monkeypatch):
     """Kernels are for GPUs, and for some recurrences."""
     layers = {recurrence.name: types.SimpleNamespace(mixer=mixer) for mixer, recurrence in RECURRENCES.items()}
-    on_gpu = {name: type(providers.runtime_of(layer, torch.device("cuda"))) for name, layer in layers.items()}
-    assert {name for name, kind in on_gpu.items() if kind is providers.ChosenRuntime} == {
+    on_gpu = {name: type(choose.runtime_of(layer, torch.device("cuda"))) for name, layer in layers.items()}
+    assert {name for name, kind in on_gpu.items() if kind is choose.ChosenRuntime} == {
         "gated_delta_rule",
         "linear_attention",
     }
     cpu = torch.device("cpu")
-    assert all(type(providers.runtime_of(layer, cpu)) is RecurrentLayerRuntime for layer in layers.values())
+    assert all(type(choose.runtime_of(layer, cpu)) is RecurrentLayerRuntime for layer in layers.values())
     monkeypatch.setattr(fla, "installed", lambda: False)
-    delta_rule = providers.runtime_of(layers["gated_delta_rule"], torch.device("cuda"))
+    delta_rule = choose.runtime_of(layers["gated_delta_rule"], torch.device("cuda"))
     assert type(delta_rule) is RecurrentLayerRuntime
 
 

@@ -2,10 +2,10 @@
 
 Keys and values that are repeated for groups of heads are passed without the repetition. A bias by head and key alone,
 such as ALiBi in BLOOM and MPT, becomes one more feature of the keys, whose feature of the query is one. A bias by the
-distance of query and key (`distances`) becomes two features, the first ones of the dot product: `[-slope * q, slope]`
-of the query and `[1, k]` of the key, whose sum is as small as the bias and rounds like it. Others (`profiles`,
-`tables`) become an operand of their own. Nodes that only move entries
-of the old result are rebuilt on the new one, so that no value merges sequences and heads.
+distance of query and key (`distances`) becomes two features, the first ones of the dot product, whose running sum then
+begins with the bias and rounds like it: `[-slope * q, slope]` of the query and `[1, k]` of the key. Others (`profiles`,
+`tables`) become an operand of their own. Nodes that only move entries of the old result are rebuilt on
+the new one, so that no value merges sequences and heads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dta_compile.passes.lowering.attention.scores import is_added
 from dta_compile.passes.lowering.attention.tables import Known, Tables, by_depth
 from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import sizes
-from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
+from dta_compile.proofs.proven_mask import CERTAIN, FORBIDDEN
 
 
 class Rewrite:
@@ -101,7 +101,7 @@ class Rewrite:
         return self._column(sinks, self.attention.token) if by_token else self.arranger.arrange(sinks, [heads])
 
     def _scaled_query(self) -> tuple[fx.Node, float]:
-        """Return the query, multiplied by all factors of scores that are no positive number, and the scale."""
+        """Return the query, multiplied by all factors of scores other than positive numbers, and the scale."""
         found, scores = self.attention, self.attention.scores
         scale = scores.scale * (scores.cap or 1.0)
         tokens = [found.batch, found.heads, [found.token]]
@@ -126,7 +126,7 @@ class Rewrite:
         slopes: Sequence[Arranged | float],
     ) -> tuple[fx.Node, fx.Node]:
         """Return query and keys with all features: `[-slope * q, slope, scale * query, further queries, 1]` and
-        `[1, k, keys, further keys, bias]`; a bias with more digits than keys is several features."""
+        `[1, k, keys, further keys, bias]`; a bias more precise than the keys is split over several features."""
         found, scores = self.attention, self.attention.scores
         if scores.cap is not None and (biases or slopes):
             raise Mismatch("a bias of capped scores")
@@ -159,7 +159,7 @@ class Rewrite:
         return is_added(mask) and is_by_head and mask.has(found.key) and not mask.has(found.token)
 
     def _learned(self, *nodes: fx.Node) -> set[fx.Node]:
-        """The parameters that values are computed from, some of which are made of others just now."""
+        """Return the parameters that values are computed from."""
         return ancestors(list(nodes)) & self.weights
 
     def _trained(self, *nodes: fx.Node) -> set[fx.Node]:
@@ -167,7 +167,7 @@ class Rewrite:
         return ancestors(list(nodes), stop=lambda node: has_tensor(node) and not may_have_gradient(node)) & self.weights
 
     def _takes_slopes(self) -> bool:
-        """Return whether features of queries can hold slopes: they have the digits, and scores no cap and no sinks.
+        """Return whether features of queries can hold slopes: 32 bits at least, and scores without cap or sinks.
 
         A number added to all scores of a query, but not to its sink, changes the softmax.
         """
@@ -185,7 +185,7 @@ class Rewrite:
                 dtype = found.scores.product.meta["val"].dtype
                 split = kind(self.arranger.graph, dtype, found.scores.sinks is not None).split(mask.base, labels)
             parts = [part for part in split or () if isinstance(part, fx.Node)]
-            # What is lost has a gradient of zero in eager mode.
+            # Eager mode gives a gradient of zero to a parameter that splitting drops, so such a mask stays whole.
             if split is None or self._learned(*parts) < self._learned(mask.base):
                 masks.append(mask)
                 continue
@@ -253,7 +253,7 @@ class Rewrite:
         biases = [part for part in parts if is_added(part) and part.has(key)]
         for part in [*scores.masks, *scores.constant]:
             if is_added(part) and not part.has(key) and self._trained(part.base) and not self._is_of_scores(part.base):
-                raise Mismatch("a learned bias that no weight depends on")  # eager's gradient is zero
+                raise Mismatch("a learned bias that the softmax cancels")  # eager's gradient is zero
         if scores.sinks is not None and len(biases) < sum(map(is_added, scores.masks)):
             raise Mismatch("something added to scores that have sinks, but not to the sinks")
         allowed = self._joined(aten.logical_and.default, [part for part in parts if not is_added(part)])
@@ -327,7 +327,7 @@ class Rewrite:
 
 
 def _broadcast(mask: Arranged, base: fx.Node, key: Factor | None = None) -> Arranged:
-    """Arrange a value by the dimensions of a mask, where its size is not 1, and with another one than that of `key`."""
+    """Arrange a value by the dimensions of a mask where its size is not 1, with a fresh one in place of `key`'s."""
     own = [[] if size == 1 else dim for dim, size in zip(mask.own, sizes(base), strict=True)]
     own = [[Factor(size)] if key in leaves(dim) else dim for dim, size in zip(own, sizes(base), strict=True)]
     return Arranged(base, own, own)

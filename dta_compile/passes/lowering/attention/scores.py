@@ -30,7 +30,7 @@ from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, PRODUCTS, Q
 from dta_compile.passes.lowering.attention.factors import MOVES, Arranged, Dim, Mismatch, moved, number_of, unify
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import sizes
-from dta_compile.proofs.mask_class import FORBIDDEN
+from dta_compile.proofs.proven_mask import FORBIDDEN
 
 # Lower bounds of scores, by which models keep hidden scores finite.
 FLOORS = frozenset({aten.maximum.default, aten.clamp_min.default, aten.clamp_min.Tensor, aten.clamp.default})
@@ -53,7 +53,7 @@ class Scores:
         masks: tensors that were added, or if boolean, True where scores were not replaced.
         sinks: column concatenated to the scores; `has_sinks_in_front`: it comes before the first key.
         constant: tensors added to scores and sinks alike, which must not depend on the key.
-        filler: largest number that replaced scores, less the shift of the scores at that time.
+        filler: largest number that replaced scores, minus the `shift` that they had then.
         shift: number added to all scores.
         further: scores of further features that were added.
         path_to: returns the path from a product of activations to a node computed from it; None for other nodes.
@@ -208,10 +208,10 @@ class Scores:
         filler = node.args[2] if not is_where or not fills_where_true else node.args[1]
         number, graph = number_of(filler), node.graph
         if number is None:  # known only at the call, which tests the mask
-            none, wrong = (call(graph, aten.full_like.default, filler, number) for number in (0.0, 1.0))
+            zeros, poison = (call(graph, aten.full_like.default, filler, number) for number in (0.0, 1.0))
             forbids = call(graph, aten.le.Scalar, filler, FORBIDDEN)
-            never = call(graph, aten.where.self, forbids, filler, wrong)  # no valid mask contains 1.0
-            parts = (never, none) if fills_where_true else (none, never)
+            never = call(graph, aten.where.self, forbids, filler, poison)  # 1.0 fails the call's test of its masks
+            parts = (never, zeros) if fills_where_true else (zeros, never)
             self.masks.append(self.beside(call(graph, aten.where.self, condition, *parts), node))
             return
         self._forbid(number - self.shift)

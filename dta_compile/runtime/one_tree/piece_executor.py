@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dta_compile.plan import Work, segments
-from dta_compile.plan.events import attention_pairs
+from dta_compile.plan.interpret import attention_pairs
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.runtime.calls.executor import BatchChunk, Executor, merged, unit_tokens

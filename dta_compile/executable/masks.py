@@ -21,7 +21,10 @@ from dta_compile.proofs.terms import Leaf, Term, in_order, shown
 if TYPE_CHECKING:
     from dta_compile.proofs.proof import Unproven
 
-HINT = "use a causal mask, a sliding window or chunks of the sequence, and padding from one mask"
+HINT = (
+    "use a causal mask, a sliding window or chunks of the sequence, and padding from one mask; first tokens that stay"
+    " visible beside a window (StreamingLLM) are not supported: train without the window, or with it alone"
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -225,7 +225,7 @@ def clipped_gradient(block, x, q, k, v):
         (parameter_written_after_a_read, "the model writes to a parameter that it has used before"),
         (assigned_data, "the model assigns to the .data of a tensor"),
         (hook_on_a_gradient, "a hook on the gradient of a value"),
-        (clipped_gradient, "`x + (y - x).detach()` has the value of y and the gradient of x"),
+        (clipped_gradient, "not linear in the gradients"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

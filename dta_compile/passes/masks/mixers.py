@@ -27,7 +27,7 @@ from dta_compile.passes.axes.layouts import mixer_calls
 from dta_compile.passes.axes.token_axis import LEARNED_PROMPT, own_mixer_calls
 from dta_compile.passes.contracts import ContractError, contract
 from dta_compile.passes.graphs.nodes import First, is_float, is_uniform, repeated_from
-from dta_compile.passes.graphs.operators import CASTS, RESHAPES, aten
+from dta_compile.passes.graphs.operators import CASTS, MATRIX_PRODUCTS, RESHAPES, aten
 from dta_compile.passes.masks.derivation import MaskPrograms, Silencers, forced_scores, padding_mask_of
 from dta_compile.passes.masks.entries import leaf_of
 from dta_compile.passes.program import Mixed, Program, ancestors, where
@@ -143,6 +143,12 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
     hint = NEIGHBOURS
     if "has no token-wise rule" in mixed.reason and mixed.node.op == "call_function":
         hint = "declare a rule with dta_compile.register_token_rule if the operator treats every token by itself"
+    if "one value per sequence" in mixed.reason and mixed.node.target in MATRIX_PRODUCTS:
+        hint = (
+            "weights chosen for each row (an adapter per row) are chosen for each token: dta_compile.expert_linear(x,"
+            " adapter[:, None, None].expand(*x.shape[:2], 1), weight, transposed=True)[..., 0, :] in place of"
+            " torch.bmm(x, weight[adapter])"
+        )
     name = str(mixed.node.target)
     if "requires a gradient" in mixed.reason:
         hint = (

@@ -18,6 +18,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import dta_compile
+from benchmarks.measuring.allocations import allocated_at_the_peak
 from benchmarks.measuring.memory import growth, peak_memory_is_available
 from examples.screens_grpo import (
     ASSISTANT,
@@ -127,8 +128,9 @@ def main() -> None:
     print(f"share {ratio / tokens:.2f}; gradients differ by {difference:.0e} of the largest")
     if peak_memory_is_available():
         peaks = [growth(model, way) / 1e6 for way in (eager, ours)]
-        predicted = (plan.estimates.peak_bytes or 0) / 1e6
-        print(f"memory: eager {peaks[0]:.0f} MB, dta {peaks[1]:.0f} MB, predicted {predicted:.0f} MB")
+        print(f"resident memory grows by: eager {peaks[0]:.0f} MB, dta {peaks[1]:.0f} MB")
+    allocated, predicted = (size / 2**20 for size in (allocated_at_the_peak(ours), plan.estimates.peak_bytes or 0))
+    print(f"dta allocates {allocated:.1f} MiB at the peak, predicted {predicted:.1f} MiB")
 
 
 def operations(model: Any, row: Call) -> tuple[float, float]:

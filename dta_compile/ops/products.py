@@ -67,28 +67,26 @@ class Sum:
             ones are added in `statistics_dtype`.
     """
 
-    __slots__ = ("_parameter", "value")
+    __slots__ = ("_dtype", "_parameter", "value")
 
     def __init__(self, parameter: torch.Tensor) -> None:
-        self._parameter = parameter.detach()
+        self._parameter, self._dtype = parameter.detach(), statistics_dtype(parameter.dtype)
         self.value: torch.Tensor | None = None
 
-    def may_begin_with(self, shape: torch.Size) -> bool:
+    def may_begin_with(self, shape: tuple[int, ...]) -> bool:
         """Return whether nothing is in the sum, and a new contiguous tensor of this shape may become it."""
         return self.value is None and self._parameter.is_contiguous() and self._parameter.shape == shape
 
     def begin(self, first: torch.Tensor) -> None:
         """Take the first summand, a new tensor, as the sum."""
-        own = self._parameter.dtype
-        self.value = first if first.dtype == own else first.to(statistics_dtype(own))
+        self.value = first if first.dtype == self._parameter.dtype else first.to(self._dtype)
 
     def tensor(self) -> torch.Tensor:
         """Return the sum in `statistics_dtype`, zero if nothing has been added, for additions in place."""
-        dtype = statistics_dtype(self._parameter.dtype)
         if self.value is None:
-            self.value = torch.zeros_like(self._parameter, dtype=dtype)
-        elif self.value.dtype != dtype:
-            self.value = self.value.to(dtype)
+            self.value = torch.zeros_like(self._parameter, dtype=self._dtype)
+        elif self.value.dtype != self._dtype:
+            self.value = self.value.to(self._dtype)
         return self.value
 
     def taken(self) -> torch.Tensor:
@@ -111,8 +109,9 @@ def add_product_to(total: AnySum, left: torch.Tensor, right: torch.Tensor, is_tr
     if is_transposed:
         left, right = right.t(), left.t()
     if isinstance(total, Sum):
-        is_as_rounded = left.dtype == statistics_dtype(left.dtype) or not has_fused(left)
-        if is_as_rounded and total.may_begin_with(torch.Size((left.shape[0], right.shape[1]))):
+        if total.may_begin_with((left.shape[0], right.shape[1])) and not (
+            left.dtype != statistics_dtype(left.dtype) and has_fused(left)  # which would be rounded before the sum
+        ):
             return total.begin(left @ right)
         total = total.tensor()
     add_product(total, left, right)

@@ -61,7 +61,7 @@ def _is_by_itself(node: fx.Node, sources: Sequence[fx.Node], call: fx.Node) -> b
         return sources == [node.args[0]] and reads_last and all(map(_is_constant, others))
     is_alike = all(_is_same(other, node) for other in others) and _counts_entries(first, call)
     if name in ELEMENTWISE:
-        return is_alike and all(_count(source) == _count(node) for source in sources)
+        return is_alike and all(_tensor(s).dim() == _tensor(node).dim() and _count(s) == _count(node) for s in sources)
     if name == "cat" and node.args:
         dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
         return len(node.args[0]) == 1 or (is_alike and dim % _tensor(node).dim() > 0)

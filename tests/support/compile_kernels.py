@@ -42,7 +42,7 @@ def main() -> None:
             "KEY_WIDTH": width,
             "VALUE_WIDTH": width,
             "LIMITED": bool(limit),
-            "UNITS": capped,
+            "BEGINS": capped,
             "CHUNKED": limit == "chunk",
             "CAPPED": capped,
             "PRECISION": "ieee" if dtype == "fp32" else "tf32",

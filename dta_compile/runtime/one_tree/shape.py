@@ -49,7 +49,7 @@ class PieceShape(ChunkShape):
             if segment.parent < 0 and not (begins and segments[begins[-1]].depth == segment.depth):
                 begins.append(index)
         parts = [_part(segments, units, *bounds) for bounds in pairwise([*begins, len(segments)])]
-        return cls(segments[0].depth, 0, tuple(segments), (), tuple(units), number, tuple(parts))
+        return cls(segments[0].depth, 0, tuple(segments), (), tuple(units), number=number, parts=tuple(parts))
 
 
 def _part(segments: Sequence[Segment], units: Sequence[tuple[int, int]], begin: int, end: int) -> Part:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from dta_compile.errors import PlanError
 from dta_compile.options import CHOICES
 from dta_compile.plan import PrefixTree
-from dta_compile.plan.tree.chunk_tree import branch_depths, leaf_order
+from dta_compile.plan.tree.leaf_order import branch_depths, leaf_order
 
 
 def sequences_in_order(sequences, order):

@@ -1,6 +1,6 @@
 """lm_head: compute log-probs and entropies over a large vocabulary without materialising a chunk's logits.
 
-A linear layer whose logits are used only in reductions over the vocabulary (`vocabulary` recognises them) becomes one
+A linear layer whose logits are used only in reductions over the vocabulary (`logit_uses` follows them) becomes one
 `dta::linear_log_prob`, which goes over the vocabulary block by block. With `log_softmax` a chunk would hold several
 values `[h, V]`: logits, their cast to float32, log-probs until the backward, and their gradients.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -72,14 +72,14 @@ class Stage:
         layers: numbers of its mixer layers.
         reads, writes: slots.
         last_reads: slots, written by stages, that are dead after its forward.
-        keeps: written slots that are kept for the backward, after the saved values.
-        kept: values that its backward takes, as positions among all kept values of the chunk.
-        last_kept: those of `kept` that no stage before it takes.
+        saved_writes: written slots that are kept for the backward, after the saved values.
+        backward_reads: values that its backward takes, as positions among all kept values of the chunk.
+        last_backward_reads: those of them that no stage before it takes.
         tangents: slots whose gradients its backward takes.
         gradients: slots whose gradients its backward returns.
         accumulators: accumulators of parameter gradients for its backward, as positions among the chunk's.
-        only_states: what it runs in a pass that only writes states (an anchor): `cache_only` if True, `forward_only`
-            if False, nothing if None.
+        anchor: the graph that runs in a pass that only writes states (an anchor): "cache_only", "forward_only" where
+            another stage that runs reads what it writes, or None.
     """
 
     kind: int
@@ -87,13 +87,13 @@ class Stage:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     last_reads: tuple[int, ...]
-    keeps: tuple[int, ...]
-    kept: tuple[int, ...]
-    last_kept: tuple[int, ...]
+    saved_writes: tuple[int, ...]
+    backward_reads: tuple[int, ...]
+    last_backward_reads: tuple[int, ...]
     tangents: tuple[int, ...]
     gradients: tuple[int, ...]
     accumulators: tuple[int, ...]
-    only_states: bool | None
+    anchor: Literal["cache_only", "forward_only"] | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -171,9 +171,8 @@ class ChunkGraphs:
     @functools.cached_property
     def run_cache_only(self) -> Run:
         """Write the states of a chunk's spine to the path (an anchor); return nothing."""
-        stages = [stage for stage in self.stages if stage.only_states is not None]
-        kinds = [(stage.only_states, self.kinds[stage.kind]) for stage in stages]
-        codes = [kind.cache_only if only_states else kind.forward_only for only_states, kind in kinds]
+        stages = [stage for stage in self.stages if stage.anchor is not None]
+        codes: list[Code] = [getattr(self.kinds[stage.kind], str(stage.anchor)) for stage in stages]
         return _Forward(self, stages, codes, returns_outputs=False)
 
     @functools.cached_property
@@ -253,7 +252,7 @@ class _Forward:
                 values[slot] = value
             if self.saves:
                 saved += results[len(stage.writes) :]
-                saved += [values[slot] for slot in stage.keeps]
+                saved += [values[slot] for slot in stage.saved_writes]
             for slot in stage.last_reads:
                 values[slot] = None
         return [*(values[slot] for slot in self.outputs), *saved]
@@ -276,10 +275,10 @@ class _Backward:
         accumulators = arguments[first:]
         arguments.clear()
         for stage, run in self.stages:
-            stage_arguments = [path.of_layers(stage.layers), *[kept[i] for i in stage.kept]]
+            stage_arguments = [path.of_layers(stage.layers), *[kept[i] for i in stage.backward_reads]]
             stage_arguments += [gradients.pop(slot) for slot in stage.tangents]
             stage_arguments += [accumulators[i] for i in stage.accumulators]
-            for i in stage.last_kept:
+            for i in stage.last_backward_reads:
                 kept[i] = None
             _add(gradients, stage.gradients, run(stage_arguments))
         return [gradients.pop(slot, None) for slot in self.received]

@@ -4,7 +4,7 @@ import torch
 
 try:
     import torch._dynamo.variables.invoke_subgraph as reuse
-    from torch._dynamo.config import inline_invoke_subgraph  # noqa: F401  (a setting that is patched by name)
+    from torch._dynamo.config import inline_invoke_subgraph  # a setting that is patched by name
     from torch._dynamo.guards import GUARD_VALUE_DISPATCH, SKIP_GUARD, GuardBuilder, GuardCheckSpec
     from torch._dynamo.utils import build_invoke_subgraph_variable
     from torch._dynamo.variables.invoke_subgraph import (

@@ -17,12 +17,10 @@ from tests.support.inside import inside
 
 def nodes_of(program, name):
     """Return the nodes of a graph of the whole chunk, stage by stage; a kind's nodes recur for every stage of it."""
-    nodes, anchors = [], [stage.only_states for stage in program.joint.stages]
+    nodes, anchors = [], [stage.anchor for stage in program.joint.stages]
     stages = list(zip(program.stages.of_kinds(), anchors, strict=True))
-    for (_, kind), only_states in reversed(stages) if name == "backward" else stages:
-        graph = name
-        if name == "cache_only":
-            graph = None if only_states is None else "cache_only" if only_states else "forward_only"
+    for (_, kind), anchor in reversed(stages) if name == "backward" else stages:
+        graph = anchor if name == "cache_only" else name
         if graph in kind.graphs:
             nodes += kind.graphs[graph].graph.nodes
     return nodes

@@ -77,7 +77,7 @@ def main() -> None:
         constants = {"SCALED": scaled, "CAPPED": capped, "MEAN": mean, "TOTAL": capped, "BEST": capped}
         constants |= {"CHOSEN": chosen, "LABELS": labels, "COLUMNS": by_kernels.COLUMNS}
         for kernel in (head_kernels.update_kernel, head_kernels.gradient_kernel):
-            numbers = dict.fromkeys(("logits_row", "columns", "start", "temperature_row", "outer_row"), "i32")
+            numbers = dict.fromkeys(("logits_row", "columns", "start", "temperature_row", "inverse_cap_row"), "i32")
             indices = dict.fromkeys(("labels", "best"), "*i64")
             kinds = {"logits": f"*{dtype}", **indices, **numbers, **dict.fromkeys(constants, "constexpr")}
             signature = {name: kinds.get(name, "*fp32") for name in kernel.arg_names}

@@ -52,7 +52,7 @@ class _Blocks(Head):
         """Return the logits of a block in `dtype`, scaled and capped."""
         logits = self.product(block).to(dtype)
         logits = logits if self.temperature is None else logits.div_(self.temperature)
-        return logits if self.outer is None else logits.tanh_().div_(self.outer)
+        return logits if self.inverse_cap is None else logits.tanh_().div_(self.inverse_cap)
 
     def label_columns(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Return which labels are in a block, `[rows, K]` bool, and their columns (0 for others)."""
@@ -210,13 +210,13 @@ def _gradient(head: _Blocks, block: slice, call: Backward) -> torch.Tensor:
 
 def _slope(head: Head, logits: torch.Tensor) -> torch.Tensor | None:
     """Return the derivative of a soft cap."""
-    return None if head.outer is None else (logits * head.outer).square_().neg_().add_(1)
+    return None if head.inverse_cap is None else (logits * head.inverse_cap).square_().neg_().add_(1)
 
 
 def _unscaled(head: Head, grad: torch.Tensor, slope: torch.Tensor | None) -> torch.Tensor:
     """Return the gradient of unscaled logits, in the dtype of the matrix product, from that of logits."""
     if slope is not None:
-        grad.mul_(slope).div_(head.outer)
+        grad.mul_(slope).div_(head.inverse_cap)
     if head.temperature is not None:
         grad.div_(head.temperature)
     return grad.to(head.hidden.dtype)

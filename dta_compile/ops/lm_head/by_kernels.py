@@ -19,14 +19,16 @@ COLUMNS, WARPS = 4096, 8  # of a row at a time
 
 def fits(head: Head, dtype: torch.dtype) -> bool:
     """Return whether the kernels support a head with statistics in `dtype`; its tensors may be FakeTensors."""
-    hidden, scales = head.hidden, (head.temperature, head.outer)
+    hidden, scales = head.hidden, (head.temperature, head.inverse_cap)
     takes_scales = all(by is None or (by.device == hidden.device and by.dtype is torch.float32) for by in scales)
     return takes_scales and dtype is torch.float32 and triton_use.runs_kernels(hidden)
 
 
 def with_dense_rows(head: Head) -> Head:
     """Return the head with contiguous labels and scales."""
-    return head._replace(temperature=_dense(head.temperature), labels=_dense(head.labels), outer=_dense(head.outer))
+    return head._replace(
+        temperature=_dense(head.temperature), labels=_dense(head.labels), inverse_cap=_dense(head.inverse_cap)
+    )
 
 
 def gradient_operands(call: Backward) -> Backward:
@@ -46,7 +48,7 @@ def update_(logits: torch.Tensor, start: int, head: Head, running: Sequence[torc
     """
     from dta_compile.ops.lm_head.kernels import update_kernel
 
-    tensors = (logits, *_or(running[0], head.temperature, head.outer, head.labels), *running)
+    tensors = (logits, *_or(running[0], head.temperature, head.inverse_cap, head.labels), *running)
     flags = {"TOTAL": further.total, "BEST": further.best}
     update_kernel[(len(logits),)](*tensors, *_numbers(logits, start, head), **_constants(head, further.mean), **flags)
 
@@ -57,14 +59,14 @@ def gradient_(logits: torch.Tensor, start: int, call: Backward) -> None:
 
     head, needs_mean = call.head, call.mean is not None and call.of_mean is not None
     head = head if call.of_labels is not None else head._replace(labels=None)
-    operands = (head.temperature, head.outer, head.labels, call.of_labels, call.log_sum, call.mean, call.largest)
+    operands = (head.temperature, head.inverse_cap, head.labels, call.of_labels, call.log_sum, call.mean, call.largest)
     tensors = (logits, *_or(call.largest, *operands, call.of_log_sum, call.of_mean, call.of_total))
     constants = {**_constants(head, needs_mean), "TOTAL": call.of_total is not None}
     gradient_kernel[(len(logits),)](*tensors, *_numbers(logits, start, head), **constants)
 
 
 def _numbers(logits: torch.Tensor, start: int, head: Head) -> tuple[int, ...]:
-    by_row = (0 if by is None or by.numel() == 1 else 1 for by in (head.temperature, head.outer))
+    by_row = (0 if by is None or by.numel() == 1 else 1 for by in (head.temperature, head.inverse_cap))
     return logits.stride(0), logits.shape[1], start, *by_row
 
 
@@ -72,7 +74,7 @@ def _constants(head: Head, wants_mean: bool) -> dict[str, Any]:
     chosen = 0 if head.labels is None else head.labels.shape[1]
     return {
         "SCALED": head.temperature is not None,
-        "CAPPED": head.outer is not None,
+        "CAPPED": head.inverse_cap is not None,
         "MEAN": wants_mean,
         "CHOSEN": chosen,
         "LABELS": 1 << (chosen - 1).bit_length() if chosen else 0,

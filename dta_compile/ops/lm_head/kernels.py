@@ -14,8 +14,8 @@ from dta_compile.ops.triton_use.math import tanh
 # One compilation must serve chunks of all sizes and all blocks, so values and alignment of these arguments must not
 # specialise it. The row stride of logits stays specialised: divisibility by 16 permits wide loads.
 UNSPECIALIZED = (
-    "temperature", "outer", "labels", "logit", "largest", "exps", "products", "total", "best",
-    "of_labels", "log_sum", "mean", "of_log_sum", "of_mean", "of_total", "start", "temperature_row", "outer_row",
+    "temperature", "inverse_cap", "labels", "logit", "largest", "exps", "products", "total", "best",
+    "of_labels", "log_sum", "mean", "of_log_sum", "of_mean", "of_total", "start", "temperature_row", "inverse_cap_row",
 )  # fmt: skip
 
 
@@ -28,11 +28,11 @@ def _divided(value, temperature, SCALED: tl.constexpr):
 
 
 @triton.jit
-def _scaled(value, temperature, outer, SCALED: tl.constexpr, CAPPED: tl.constexpr):
+def _scaled(value, temperature, inverse_cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
     """Return logits from what the matrix product returned."""
     value = _divided(value, temperature, SCALED)
     if CAPPED:
-        value = tl.div_rn(tanh(value), outer)
+        value = tl.div_rn(tanh(value), inverse_cap)
     return value
 
 
@@ -48,8 +48,8 @@ def _labels_here(labels, row, start, columns, CHOSEN: tl.constexpr, LABELS: tl.c
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def update_kernel(
-    logits, temperature, outer, labels, logit, largest, exps, products, total, best,
-    logits_row, columns, start, temperature_row, outer_row,
+    logits, temperature, inverse_cap, labels, logit, largest, exps, products, total, best,
+    logits_row, columns, start, temperature_row, inverse_cap_row,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, MEAN: tl.constexpr, TOTAL: tl.constexpr, BEST: tl.constexpr,
     CHOSEN: tl.constexpr, LABELS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,7 @@ def update_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_row
     by = tl.load(temperature + row * temperature_row) if SCALED else 1.0
-    after = tl.load(outer + row * outer_row) if CAPPED else 1.0
+    after = tl.load(inverse_cap + row * inverse_cap_row) if CAPPED else 1.0
     old, total_exps, total_products = tl.load(largest + row), tl.load(exps + row), tl.load(products + row)
     sum_of_z, place = tl.load(total + row), tl.load(best + row)
     for begin in range(0, columns, COLUMNS):
@@ -109,18 +109,18 @@ def _gradient(z, largest, log_sum, mean, of_log_sum, of_mean, of_total, MEAN: tl
 
 
 @triton.jit
-def _unscaled(gradient, z, temperature, outer, SCALED: tl.constexpr, CAPPED: tl.constexpr):
+def _unscaled(gradient, z, temperature, inverse_cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
     """Return the gradient of what the matrix product returned, from that of logits `z`."""
     if CAPPED:
-        capped = z * outer
-        gradient = tl.div_rn(gradient * (1.0 - capped * capped), outer)
+        capped = z * inverse_cap
+        gradient = tl.div_rn(gradient * (1.0 - capped * capped), inverse_cap)
     return _divided(gradient, temperature, SCALED)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def gradient_kernel(
-    logits, temperature, outer, labels, of_labels, log_sum, mean, largest, of_log_sum, of_mean, of_total,
-    logits_row, columns, start, temperature_row, outer_row,
+    logits, temperature, inverse_cap, labels, of_labels, log_sum, mean, largest, of_log_sum, of_mean, of_total,
+    logits_row, columns, start, temperature_row, inverse_cap_row,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, MEAN: tl.constexpr, TOTAL: tl.constexpr,
     CHOSEN: tl.constexpr, LABELS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +128,7 @@ def gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_row
     by = tl.load(temperature + row * temperature_row) if SCALED else 1.0
-    after = tl.load(outer + row * outer_row) if CAPPED else 1.0
+    after = tl.load(inverse_cap + row * inverse_cap_row) if CAPPED else 1.0
     top, norm, of_norm = tl.load(largest + row), tl.load(log_sum + row), tl.load(of_log_sum + row)
     of_sum = tl.load(of_total + row) if TOTAL else 0.0
     center = tl.load(mean + row) if MEAN else 0.0

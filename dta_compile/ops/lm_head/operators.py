@@ -1,7 +1,7 @@
 """The opaque operators of a language-model head: `dta::linear_log_prob`, `dta::linear_cross`, `dta::linear_top`.
 
 For logits `z = (hidden @ weight.T + bias) / temperature`, `[rows, V]`, or with a soft cap
-`z = tanh((hidden @ weight.T + bias) / temperature) / outer`, the operator returns
+`z = tanh((hidden @ weight.T + bias) / temperature) / inverse_cap`, the operator returns
 
     log_prob   [rows, K]  `z[labels] - logsumexp(z)`
     logit      [rows, K]  `z[labels]`
@@ -15,8 +15,9 @@ in `dtype`, without materialising z (`mean`, `total` and `best` are empty unless
 vocabulary block by block, and so does the backward, for which `hidden`, `labels` and two or three numbers per row are
 saved. `log_sum`, `mean` and `total` are relative to `largest` for precision: an error in them affects all probabilities
 of a row. `hidden [rows, H]` is in the dtype of the matrix product, whose result is rounded to it like in eager mode; a
-`weight [V, H]` in another dtype is cast block by block. `temperature` and `outer` are one number or one number per row
-(`[]` or `[rows, 1]`), and get no gradient. `dta::linear_top` returns the indices of the largest, `[rows, count]`.
+`weight [V, H]` in another dtype is cast block by block. `temperature` and `inverse_cap` are one number or one number
+per row (`[]` or `[rows, 1]`), and get no gradient. `dta::linear_top` returns the indices of the largest,
+`[rows, count]`.
 
 For two heads, with probabilities p of the one and q of the other, `dta::linear_cross` returns the expectation by p of
 `log p - log q` (`is_ratio`) or of `-log q`, and `log_sum` and `largest` of both. The backward operators are for one
@@ -36,7 +37,7 @@ BLOCK_COLUMNS = 2**14  # most vocabulary entries of a block
 BLOCK_LOGITS = 2**25  # most logits of a block
 FEWEST_COLUMNS = 256  # blocks are multiples of this: matrix products with unaligned rows are slow on GPUs
 
-HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? temperature, Tensor? labels, Tensor? outer"
+HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? temperature, Tensor? labels, Tensor? inverse_cap"
 GRADIENTS = (
     "Tensor log_sum, Tensor? mean, Tensor largest, Tensor? of_labels, Tensor of_log_sum, Tensor? of_mean,"
     " Tensor? of_total"
@@ -81,7 +82,7 @@ class Head(NamedTuple):
     bias: Any
     temperature: Any
     labels: Any
-    outer: Any = None
+    inverse_cap: Any = None
 
 
 class Further(NamedTuple):

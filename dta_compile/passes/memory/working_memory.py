@@ -198,7 +198,7 @@ def _scratch_of_head(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
         is_cross = node.target in (head_operators.LINEAR_CROSS_BACKWARD, head_operators.LINEAR_CROSS_BACKWARD_)
         call = (head_operators.CrossBackward if is_cross else head_operators.Backward).of(node.args)
         head, dtype, wanted = call.head, call.log_sum.meta["val"].dtype, call.wanted
-        copies = 1 + (call.of_mean is not None) + is_cross + (head.outer is not None)
+        copies = 1 + (call.of_mean is not None) + is_cross + (head.inverse_cap is not None)
     head = head_operators.Head(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in head))
     hidden, weight = head.hidden, head.weight
     narrow, wide = hidden.dtype, statistics_dtype(hidden.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Literal
 
 from dta_compile.executable.chunk import ChunkGraphs, Linear, Stage, StageCode
 from dta_compile.executable.code import Code
@@ -120,27 +121,27 @@ class _Emitter:
                 ),
                 writes=tuple(map(self._slot, stage.writes)),
                 last_reads=tuple(map(self._slot, sorted(done))),
-                keeps=tuple(map(self._slot, self.keeps[number])),
-                kept=tuple(kept),
-                last_kept=tuple(dict.fromkeys(position for position in kept if position not in taken)),
+                saved_writes=tuple(map(self._slot, self.keeps[number])),
+                backward_reads=tuple(kept),
+                last_backward_reads=tuple(dict.fromkeys(position for position in kept if position not in taken)),
                 tangents=tuple(self._slot(stage.writes[i]) for i in kind.differentiated),
                 gradients=tuple(self._slot(stage.reads[i]) for i in kind.gradients if i not in kind.parameters),
                 accumulators=tuple(accumulators[stage.reads[i]] for i in kind.parameters),
-                only_states=anchors[number],
+                anchor=anchors[number],
             )
             taken |= set(kept)
 
     @functools.cached_property
-    def anchors(self) -> list[bool | None]:
-        """Return `Stage.only_states` by stage: an anchor runs stages with mixers, and stages that these depend on."""
+    def anchors(self) -> list[Literal["cache_only", "forward_only"] | None]:
+        """Return `Stage.anchor` by stage: an anchor runs stages with mixers, and stages that these depend on."""
         needed: set[int] = set()
-        only_states: list[bool | None] = []
+        anchors: list[Literal["cache_only", "forward_only"] | None] = []
         for stage in reversed(self.chunk.stages):
             is_read = not needed.isdisjoint(stage.writes)
             runs = is_read or bool(stage.layers)
-            only_states.append(not is_read if runs else None)
+            anchors.append(("forward_only" if is_read else "cache_only") if runs else None)
             needed |= set(stage.reads) if runs else set()
-        return only_states[::-1]
+        return anchors[::-1]
 
     def _sources(self) -> dict[int, set[int]]:
         """By slot, return the positions of the frontier values that its gradient comes from."""

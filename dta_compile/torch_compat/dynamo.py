@@ -16,10 +16,10 @@ with needed_for("capturing a model's graph"):
         UnspecializeRestartAnalysis,
         Unsupported,
     )
-    from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder
+    from torch._dynamo.guards import DeletedGuardManagerWrapper, DictGuardManager, GuardBuilder, GuardManagerType
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.side_effects import SideEffects
-    from torch._dynamo.source import ConstantSource, NumpyTensorSource
+    from torch._dynamo.source import AttrSource, ConstantSource, NumpyTensorSource, TypeSource
     from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
     from torch._dynamo.utils import get_hook_for_recompile_user_context, register_hook_for_recompile_user_context
     from torch._dynamo.variables import (

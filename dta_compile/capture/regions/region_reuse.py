@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from dta_compile.capture.added_guards import NO_HOOKS, guards_of_hooks
 from dta_compile.passes.symbols import expression
 from dta_compile.torch_compat.dynamo import (
     AttributeMutationNew,
@@ -30,6 +31,7 @@ from dta_compile.torch_compat.dynamo import (
     NewGlobalVariable,
     Source,
     TupleVariable,
+    TypeSource,
     UnspecializedNNModuleVariable,
     UserDefinedObjectVariable,
     ValueMutationNew,
@@ -40,6 +42,7 @@ from dta_compile.torch_compat.regions import (
     IS_ONE,
     OF_CONSTANT,
     OF_TENSOR,
+    OF_TYPE,
     SKIP_GUARD,
     GuardCheckSpec,
     InputFingerprint,
@@ -166,7 +169,7 @@ class Traced:
             checks=tuple(_checks(resolve, more)),
             sources=tuple(values),
             constants=tuple(guard.originating_source for guard in guards if guard.create_fn_name() in OF_CONSTANT),
-            guards=tuple(guard for guard in guards if guard.create_fn_name() != OF_TENSOR),
+            guards=(*_not_implied(guards), *guards_of_hooks(guards)),
         )
 
     def has_arguments_of(self, call: OtherCall) -> bool:
@@ -321,6 +324,24 @@ def _hold(call: OtherCall, checks: Iterable[tuple[Source, Any, Any]]) -> bool:
         return all(handler.eval_fn(call.resolve(call.moved(source)), expected) for source, handler, expected in checks)
     except Exception:
         return False
+
+
+def _not_implied(guards: Iterable[Any]) -> Iterator[Any]:
+    """Yield the guards of a layer that those of another layer, for which these hold, do not imply for it.
+
+    Both layers have objects of the same types, so that what is read of a type is one object, which is guarded once.
+    torch makes guards of tensors itself, and those that a module has no hooks come by themselves (`guards_of_hooks`).
+    """
+    typed = {guard.originating_source for guard in guards if guard.create_fn_name() == OF_TYPE}
+    seen: set[Hashable] = set()
+    for guard in guards:
+        create, source, name = guard.create_fn, guard.originating_source, guard.create_fn_name()
+        keywords = tuple(create.keywords.items()) if isinstance(create, functools.partial) else ()
+        of_types = any(isinstance(part, TypeSource) and part.base in typed for part in _with_bases(source))
+        if name in (OF_TENSOR, NO_HOOKS) or (of_types and name != IS_ONE) or (source, name, keywords) in seen:
+            continue
+        seen.add((source, name, keywords))
+        yield guard
 
 
 def _parts(guard: Any) -> set[Source]:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dta_compile.capture.added_guards import add_guard
 from dta_compile.torch_compat import regions, wrap_once
 from dta_compile.torch_compat.dynamo import AttributeMutationNew, SideEffects, UserFunctionVariable
 from dta_compile.torch_compat.dynamo import config as dynamo_config
@@ -161,7 +162,7 @@ def _with_guards(stamp_out: Callable[..., Any]) -> Callable[..., Any]:
         if hasattr(cached, "of_dta"):
             traced, call = cached.of_dta
             for guard in traced.guards_of(call):
-                tx.output.guards.add(guard)
+                add_guard(tx.output.guards, guard)
         return stamp_out(tx, fingerprint, cached)
 
     return stamp_out_with_guards

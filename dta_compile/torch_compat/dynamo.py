@@ -42,7 +42,7 @@ with needed_for("capturing a model's graph"):
     from torch._dynamo.variables.functions import WrapperUserFunctionVariable
     from torch._dynamo.variables.lists import BaseListVariable, ListIteratorVariable
     from torch._dynamo.variables.tensor import SymNodeVariable
-    from torch._guards import CompileContext, Source
+    from torch._guards import ChainedSource, CompileContext, Source
 
 with needed_for("running code of a trace outside of it"):
     from torch.compiler import _is_compiling_flag  # set by name, since it is read from its module

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from dta_compile.capture.added_guards import NO_HOOKS, guards_of_hooks
+from dta_compile.capture.guards import guards_of_hooks, is_of_hooks
 from dta_compile.passes.symbols import expression
 from dta_compile.torch_compat.dynamo import (
     AttributeMutationNew,
@@ -128,7 +128,8 @@ class Traced:
         names: pairs of sources of one object.
         asked: (source, handler, expected value) of the guards in torch's own condition.
         checks: the same for guards of the layer that torch's condition lacks.
-        constants: sources of constants, which torch compares by value only.
+        hooks: (source, names) of modules, and those of their attributes that hold hooks, which have none.
+        constants: sources of constants, which torch compares by value only, with their exact values.
         sources: sources of all objects that were looked up to reach the values that the trace read.
         guards: guards that another layer needs, too, whenever the graph runs.
     """
@@ -138,7 +139,8 @@ class Traced:
     names: tuple[tuple[Source, Source], ...]
     asked: tuple[tuple[Source, Any, Any], ...]
     checks: tuple[tuple[Source, Any, Any], ...]
-    constants: tuple[Source, ...]
+    hooks: tuple[tuple[Source, tuple[str, ...]], ...]
+    constants: tuple[tuple[Source, Hashable], ...]
     sources: tuple[Source, ...]
     guards: tuple[Any, ...]
 
@@ -160,16 +162,19 @@ class Traced:
         foreign = {*map(id, _inputs_of_graph(fingerprint)), *_written(tx.output.side_effects)}
         if any(id(value) in foreign for value in values.values()):
             raise NoRegion
-        more = [guard for guard in guards.keys() - set(asked) if guard.create_fn_name() != IS_ONE]
+        more = [guard for guard in guards.keys() - set(asked) if not (is_of_hooks(guard) or guard.create_fn_name() == IS_ONE)]
+        constants = dict.fromkeys(guard.originating_source for guard in guards if guard.create_fn_name() in OF_CONSTANT)
+        hooks, one = [*guards_of_hooks(guards)], _one_object_each()
         return cls(
             arguments=_arguments(fingerprint),
             state=_state(tx),
-            names=tuple(_names(tx.output.side_effects, values)),
-            asked=tuple(rest for *rest, _ in condition.guards),
-            checks=tuple(_checks(resolve, more)),
-            sources=tuple(values),
-            constants=tuple(guard.originating_source for guard in guards if guard.create_fn_name() in OF_CONSTANT),
-            guards=(*_not_implied(guards), *guards_of_hooks(guards)),
+            names=tuple((one(first), one(other)) for first, other in _names(tx.output.side_effects, values)),
+            asked=tuple((one(source), *rest) for source, *rest, guard in condition.guards if not is_of_hooks(guard)),
+            checks=tuple((one(source), *rest) for source, *rest in _checks(resolve, more)),
+            hooks=tuple((one(guard.originating_source), guard.create_fn.keywords["names"]) for guard in hooks),
+            sources=tuple(map(one, values)),
+            constants=tuple((one(source), _exact(resolve(source))) for source in constants),
+            guards=tuple(_moved(guard, one) for guard in (*_not_implied(guards), *hooks)),
         )
 
     def has_arguments_of(self, call: OtherCall) -> bool:
@@ -186,7 +191,7 @@ class Traced:
             NoRegion: it is valid for no other call.
         """
         tx, resolve, moved = call.tx, call.resolve, call.moved
-        if not _hold(call, (check for check in self.asked if moved(check[0]) != check[0])):
+        if not _hold(call, (check for check in self.asked if moved(check[0]) is not check[0])):
             return False
         if not all(isinstance(value, torch.Tensor) for _, value in _values_of(resolve, call.captured)):
             raise NoRegion  # a number that is a tensor input of the graph
@@ -197,8 +202,9 @@ class Traced:
             return (
                 not (written and any(id(resolve(moved(source))) in written for source in self.sources))
                 and all(resolve(moved(first)) is resolve(moved(other)) for first, other in self.names)
+                and not any(getattr(resolve(moved(source)), name) for source, names in self.hooks for name in names)
                 and _hold(call, self.checks)
-                and all(_exact(resolve(moved(source))) == _exact(resolve(source)) for source in self.constants)
+                and all(_exact(resolve(moved(source))) == value for source, value in self.constants)
             )
         except (AttributeError, LookupError, TypeError):  # the new layer lacks an attribute or item
             return False
@@ -220,15 +226,15 @@ class OtherCall:
         self.captured = [arg.source for arg in cached.subgraph_input_mapping if isinstance(arg, LiftedCapturedSource)]
         self.resolve = _Resolver(tx)
         self._sources = dict(zip(cached.arg_sources, fingerprint.arg_sources, strict=True))
-        self._moved: dict[Source, Source] = {}
+        self._moved: dict[int, Source] = {}  # by id, since sources are slow to compare
 
     def moved(self, source: Source) -> Source:
-        """Map a source of the traced call to this call; like `Source.clone`, but each part is mapped once."""
-        if source not in self._moved:
-            parts = {name: self.moved(part) for name, part in _looked_up_in(source).items()}
-            new = dataclasses.replace(source, **parts) if parts else source
-            self._moved[source] = self._sources.get(new) or new
-        return self._moved[source]
+        """Map a source that `Traced` holds to this call; like `Source.clone`, but each part is mapped once."""
+        known = self._moved.get(id(source))
+        if known is None:
+            new = _with_parts(source, self.moved)
+            known = self._moved[id(source)] = self._sources.get(new) or new
+        return known
 
 
 class _Resolver:
@@ -338,7 +344,7 @@ def _not_implied(guards: Iterable[Any]) -> Iterator[Any]:
         create, source, name = guard.create_fn, guard.originating_source, guard.create_fn_name()
         keywords = tuple(create.keywords.items()) if isinstance(create, functools.partial) else ()
         of_types = any(isinstance(part, TypeSource) and part.base in typed for part in _with_bases(source))
-        if name in (OF_TENSOR, NO_HOOKS) or (of_types and name != IS_ONE) or (source, name, keywords) in seen:
+        if name == OF_TENSOR or is_of_hooks(guard) or (of_types and name != IS_ONE) or (source, name, keywords) in seen:
             continue
         seen.add((source, name, keywords))
         yield guard
@@ -359,8 +365,34 @@ def _with_bases(source: Source) -> list[Source]:
 
 def _looked_up_in(source: Source) -> dict[str, Source]:
     """Return the fields of a source that are sources."""
-    fields = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
+    fields = {name: getattr(source, name) for name in _fields(type(source))}
     return {name: value for name, value in fields.items() if isinstance(value, Source)}
+
+
+@functools.cache
+def _fields(kind: type[Source]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
+def _with_parts(source: Source, of: Callable[[Source], Source]) -> Source:
+    """Map the sources that a source is looked up in; return the source itself if these stay."""
+    parts = {name: (part, of(part)) for name, part in _looked_up_in(source).items()}
+    if all(new is part for part, new in parts.values()):
+        return source
+    return dataclasses.replace(source, **{name: new for name, (_, new) in parts.items()})
+
+
+def _one_object_each() -> Callable[[Source], Source]:
+    """Return a function that maps equal sources, and parts of sources, to one object."""
+    known: dict[Source, Source] = {}
+
+    def one(source: Source) -> Source:
+        if source not in known:
+            new = _with_parts(source, one)
+            known[source] = known.setdefault(new, new)
+        return known[source]
+
+    return one
 
 
 def _moved(guard: Any, of: Callable[[Source], Source]) -> Any:

@@ -13,7 +13,6 @@ from typing import Any
 
 from dta_compile.torch_compat.dynamo import AttrSource, DictGuardManager, GuardBuilder, GuardManagerType, Source
 
-NO_HOOKS = GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT.__name__
 _NO_STACK = traceback.StackSummary()
 
 
@@ -23,11 +22,16 @@ def add_guard(guards: Any, guard: Any) -> None:
     guards.add(guard, collect_debug_stack=False)
 
 
+def is_of_hooks(guard: Any) -> bool:
+    """Return whether a guard is Dynamo's of hooks that a module does not have, which by default does nothing."""
+    return bool(guard.create_fn is GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT)
+
+
 def guards_of_hooks(guards: Iterable[Any]) -> Iterator[Any]:
-    """Yield a guard for each module of which the trace read hooks, that it has none; Dynamo's own do nothing."""
+    """Yield a guard for each module of which the trace read hooks, that it has none."""
     names: dict[Source, dict[str, None]] = {}
     for guard in guards:
-        if guard.create_fn_name() == NO_HOOKS:
+        if is_of_hooks(guard):
             hooks = guard.originating_source
             names.setdefault(hooks.base, {})[hooks.member] = None
     for module, members in names.items():

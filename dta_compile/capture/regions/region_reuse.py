@@ -162,19 +162,19 @@ class Traced:
         foreign = {*map(id, _inputs_of_graph(fingerprint)), *_written(tx.output.side_effects)}
         if any(id(value) in foreign for value in values.values()):
             raise NoRegion
-        more = [guard for guard in guards.keys() - set(asked) if not (is_of_hooks(guard) or guard.create_fn_name() == IS_ONE)]
-        constants = dict.fromkeys(guard.originating_source for guard in guards if guard.create_fn_name() in OF_CONSTANT)
-        hooks, one = [*guards_of_hooks(guards)], _one_object_each()
+        own, one, hooks = dict.fromkeys(_not_implied(guards)), _one_object_each(), [*guards_of_hooks(guards)]
+        more = [guard for guard in own.keys() - set(asked) if guard.create_fn_name() != IS_ONE]
+        constants = dict.fromkeys(guard.originating_source for guard in own if guard.create_fn_name() in OF_CONSTANT)
         return cls(
             arguments=_arguments(fingerprint),
             state=_state(tx),
             names=tuple((one(first), one(other)) for first, other in _names(tx.output.side_effects, values)),
-            asked=tuple((one(source), *rest) for source, *rest, guard in condition.guards if not is_of_hooks(guard)),
+            asked=tuple((one(source), *rest) for source, *rest, guard in condition.guards if guard in own),
             checks=tuple((one(source), *rest) for source, *rest in _checks(resolve, more)),
             hooks=tuple((one(guard.originating_source), guard.create_fn.keywords["names"]) for guard in hooks),
             sources=tuple(map(one, values)),
             constants=tuple((one(source), _exact(resolve(source))) for source in constants),
-            guards=tuple(_moved(guard, one) for guard in (*_not_implied(guards), *hooks)),
+            guards=tuple(_moved(guard, one) for guard in (*own, *hooks) if guard.create_fn_name() != OF_TENSOR),
         )
 
     def has_arguments_of(self, call: OtherCall) -> bool:
@@ -333,21 +333,21 @@ def _hold(call: OtherCall, checks: Iterable[tuple[Source, Any, Any]]) -> bool:
 
 
 def _not_implied(guards: Iterable[Any]) -> Iterator[Any]:
-    """Yield the guards of a layer that those of another layer, for which these hold, do not imply for it.
+    """Yield one of each kind of the guards of a layer that have to hold for another layer as well.
 
     Both layers have objects of the same types, so that what is read of a type is one object, which is guarded once.
-    torch makes guards of tensors itself, and those that a module has no hooks come by themselves (`guards_of_hooks`).
+    That modules have no hooks is guarded by itself (`guards_of_hooks`).
     """
     typed = {guard.originating_source for guard in guards if guard.create_fn_name() == OF_TYPE}
     seen: set[Hashable] = set()
     for guard in guards:
         create, source, name = guard.create_fn, guard.originating_source, guard.create_fn_name()
-        keywords = tuple(create.keywords.items()) if isinstance(create, functools.partial) else ()
+        given = create.keywords.items() if isinstance(create, functools.partial) else ()
+        keywords = tuple((key, value if isinstance(value, (Source, str)) else id(value)) for key, value in given)
         of_types = any(isinstance(part, TypeSource) and part.base in typed for part in _with_bases(source))
-        if name == OF_TENSOR or is_of_hooks(guard) or (of_types and name != IS_ONE) or (source, name, keywords) in seen:
-            continue
-        seen.add((source, name, keywords))
-        yield guard
+        if not is_of_hooks(guard) and (not of_types or name == IS_ONE) and (source, name, keywords) not in seen:
+            seen.add((source, name, keywords))
+            yield guard
 
 
 def _parts(guard: Any) -> set[Source]:

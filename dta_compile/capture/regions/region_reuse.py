@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -130,7 +130,9 @@ class Traced:
         checks: the same for guards of the layer that torch's condition lacks.
         hooks: (source, names) of modules, and those of their attributes that hold hooks, which have none.
         constants: sources of constants, which torch compares by value only, with their exact values.
-        sources: sources of all objects that were looked up to reach the values that the trace read.
+        traced: sources whose values torch built variables for.
+        read: sources that the trace read, and those that it looked up to reach them, without those read of types.
+        of_types: what the trace read of types, and on the way there.
         guards: guards that another layer needs, too, whenever the graph runs.
     """
 
@@ -141,7 +143,9 @@ class Traced:
     checks: tuple[tuple[Source, Any, Any], ...]
     hooks: tuple[tuple[Source, tuple[str, ...]], ...]
     constants: tuple[tuple[Source, Hashable], ...]
-    sources: tuple[Source, ...]
+    traced: tuple[Source, ...]
+    read: tuple[Source, ...]
+    of_types: tuple[Any, ...]
     guards: tuple[Any, ...]
 
     @classmethod
@@ -162,7 +166,8 @@ class Traced:
         foreign = {*map(id, _inputs_of_graph(fingerprint)), *_written(tx.output.side_effects)}
         if any(id(value) in foreign for value in values.values()):
             raise NoRegion
-        own, one, hooks = dict.fromkeys(_not_implied(guards)), _one_object_each(), [*guards_of_hooks(guards)]
+        typed = {guard.originating_source for guard in guards if guard.create_fn_name() == OF_TYPE}
+        own, one, hooks = dict.fromkeys(_not_implied(guards, typed)), _one_object_each(), [*guards_of_hooks(guards)]
         more = [guard for guard in own.keys() - set(asked) if guard.create_fn_name() != IS_ONE]
         constants = dict.fromkeys(guard.originating_source for guard in own if guard.create_fn_name() in OF_CONSTANT)
         return cls(
@@ -172,7 +177,9 @@ class Traced:
             asked=tuple((one(source), *rest) for source, *rest, guard in condition.guards if guard in own),
             checks=tuple((one(source), *rest) for source, *rest in _checks(resolve, more)),
             hooks=tuple((one(guard.originating_source), guard.create_fn.keywords["names"]) for guard in hooks),
-            sources=tuple(map(one, values)),
+            traced=tuple(map(one, condition.traced_sources)),
+            read=tuple(one(source) for source in values if not _is_of_a_type(source, typed)),
+            of_types=tuple(value for source, value in values.items() if _is_of_a_type(source, typed)),
             constants=tuple((one(source), _exact(resolve(source))) for source in constants),
             guards=tuple(_moved(guard, one) for guard in (*own, *hooks) if guard.create_fn_name() != OF_TENSOR),
         )
@@ -200,7 +207,8 @@ class Traced:
         written = _written(tx.output.side_effects)
         try:
             return (
-                not (written and any(id(resolve(moved(source))) in written for source in self.sources))
+                not (written and any(id(value) in written for value in self.of_types))
+                and not (written and any(id(resolve(moved(source))) in written for source in self.read))
                 and all(resolve(moved(first)) is resolve(moved(other)) for first, other in self.names)
                 and not any(getattr(resolve(moved(source)), name) for source, names in self.hooks for name in names)
                 and _hold(call, self.checks)
@@ -332,20 +340,29 @@ def _hold(call: OtherCall, checks: Iterable[tuple[Source, Any, Any]]) -> bool:
         return False
 
 
-def _not_implied(guards: Iterable[Any]) -> Iterator[Any]:
+def _is_of_a_type(source: Source, typed: Collection[Source]) -> bool:
+    """Return whether a value is read of nothing but types of objects whose types are guarded.
+
+    Objects of two layers for which these guards hold have the same types, so that it is one object for both.
+    """
+    if isinstance(source, TypeSource) and source.base in typed:
+        return True
+    parts = _looked_up_in(source).values()
+    return bool(parts) and all(_is_of_a_type(part, typed) for part in parts)
+
+
+def _not_implied(guards: Iterable[Any], typed: Collection[Source]) -> Iterator[Any]:
     """Yield one of each kind of the guards of a layer that have to hold for another layer as well.
 
-    Both layers have objects of the same types, so that what is read of a type is one object, which is guarded once.
-    That modules have no hooks is guarded by itself (`guards_of_hooks`).
+    What is read of types is guarded once. That modules have no hooks is guarded by itself (`guards_of_hooks`).
     """
-    typed = {guard.originating_source for guard in guards if guard.create_fn_name() == OF_TYPE}
     seen: set[Hashable] = set()
     for guard in guards:
         create, source, name = guard.create_fn, guard.originating_source, guard.create_fn_name()
         given = create.keywords.items() if isinstance(create, functools.partial) else ()
         keywords = tuple((key, value if isinstance(value, (Source, str)) else id(value)) for key, value in given)
-        of_types = any(isinstance(part, TypeSource) and part.base in typed for part in _with_bases(source))
-        if not is_of_hooks(guard) and (not of_types or name == IS_ONE) and (source, name, keywords) not in seen:
+        is_implied = is_of_hooks(guard) or (name != IS_ONE and _is_of_a_type(source, typed))
+        if not is_implied and (source, name, keywords) not in seen:
             seen.add((source, name, keywords))
             yield guard
 

@@ -147,14 +147,12 @@ def _if_ours_holds(is_reusable: Callable[..., bool]) -> Callable[..., bool]:
         if not hasattr(condition, "of_dta"):
             return is_reusable(tx, condition, fingerprint, cached)
         call = OtherCall(tx, fingerprint, cached)
-        sources = type(condition.traced_sources)
         if not condition.of_dta.has_arguments_of(call):
             return False
-        # Mapping sources only to find that none of them has been written takes a tenth of a copy's time.
-        if getattr(tx.output.side_effects, "mutated_sources", True):
-            if regions.has_mutated_vars(tx, sources(map(call.moved, condition.traced_sources))):
-                return False
-        of_arguments = dataclasses.replace(condition, guards=[], traced_sources=sources())
+        read = type(condition.traced_sources)(map(call.moved, condition.of_dta.traced))
+        if regions.has_mutated_vars(tx, read):
+            return False
+        of_arguments = dataclasses.replace(condition, guards=[], traced_sources=type(read)())
         cached.of_dta = condition.of_dta, call
         return is_reusable(tx, of_arguments, fingerprint, cached) and condition.of_dta.holds(call)
 

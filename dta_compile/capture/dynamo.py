@@ -27,7 +27,6 @@ from dta_compile.torch_compat.dynamo import (
     BackendCompilerFailed,
     CompileContext,
     DeletedGuardManagerWrapper,
-    GuardBuilder,
     InstructionTranslator,
     NumpyTensorSource,
     OutputGraph,

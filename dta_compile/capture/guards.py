@@ -49,11 +49,12 @@ def no_hooks(builder: Any, guard: Any, names: tuple[str, ...]) -> None:
         example_value=builder._get_generic_dict_manager_example_value(module.__dict__),
         guard_manager_enum=GuardManagerType.GUARD_MANAGER,
     )
-    is_plain = type(module).__getattribute__ is object.__getattribute__ and not isinstance(of_module, DictGuardManager)
+    kind: Any = type(module)
+    is_plain = kind.__getattribute__ is object.__getattribute__ and not isinstance(of_module, DictGuardManager)
     for name in names:
         hooks = module.__dict__.get(name)
         in_order = id(hooks) in builder.key_order_guarded_dict_ids
-        if not is_plain or hooks is None or in_order or hasattr(type(module), name):
+        if not is_plain or hooks is None or in_order or hasattr(kind, name):
             GuardBuilder.SEQUENCE_LENGTH(builder, AttrSource(source, name).make_guard(GuardBuilder.SEQUENCE_LENGTH))
             continue
         text = f"{source.name}.{name}"

@@ -3,6 +3,7 @@
 from dta_compile.torch_compat import needed_for
 
 with needed_for("capturing a model's graph"):
+    from torch._C._dynamo.guards import DictGuardManager
     from torch._dynamo import config, maybe_mark_dynamic, trace_rules, utils
     from torch._dynamo.cache_size import _has_same_id_matched_objs as has_same_objects
     from torch._dynamo.callback import callback_handler
@@ -16,7 +17,7 @@ with needed_for("capturing a model's graph"):
         UnspecializeRestartAnalysis,
         Unsupported,
     )
-    from torch._dynamo.guards import DeletedGuardManagerWrapper, DictGuardManager, GuardBuilder, GuardManagerType
+    from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder, GuardManagerType
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.source import AttrSource, ConstantSource, NumpyTensorSource, TypeSource

@@ -382,12 +382,13 @@ def _with_bases(source: Source) -> list[Source]:
 
 def _looked_up_in(source: Source) -> dict[str, Source]:
     """Return the fields of a source that are sources."""
-    fields = {name: getattr(source, name) for name in _fields(type(source))}
+    kind: Any = type(source)
+    fields = {name: getattr(source, name) for name in _fields(kind)}
     return {name: value for name, value in fields.items() if isinstance(value, Source)}
 
 
 @functools.cache
-def _fields(kind: type[Source]) -> tuple[str, ...]:
+def _fields(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 

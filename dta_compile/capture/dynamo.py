@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from dta_compile.capture.guards import add_guard, guards_of_hooks
+from dta_compile.capture.regions.guards import add_guard, guards_of_hooks
 from dta_compile.capture.regions.repeated_layers import traced_once
 from dta_compile.errors import OptionError, RefusalError
 from dta_compile.integrations import tracing

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from dta_compile.capture.guards import guards_of_hooks, is_of_hooks
+from dta_compile.capture.regions.guards import guards_of_hooks, is_of_hooks
 from dta_compile.passes.symbols import expression
 from dta_compile.torch_compat.dynamo import (
     AttributeMutationNew,

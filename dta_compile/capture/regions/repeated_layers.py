@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dta_compile.capture.guards import add_guard
+from dta_compile.capture.regions.guards import add_guard
 from dta_compile.torch_compat import regions, wrap_once
 from dta_compile.torch_compat.dynamo import AttributeMutationNew, ChainedSource, SideEffects, UserFunctionVariable
 from dta_compile.torch_compat.dynamo import config as dynamo_config

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
+from dta_compile.capture.regions.guards import add_guard, guards_of_hooks
 from dta_compile.capture.regions.repeated_layers import traced_once
 from dta_compile.errors import OptionError, RefusalError
 from dta_compile.integrations import tracing
@@ -26,7 +27,6 @@ from dta_compile.torch_compat.dynamo import (
     BackendCompilerFailed,
     CompileContext,
     DeletedGuardManagerWrapper,
-    GuardBuilder,
     InstructionTranslator,
     NumpyTensorSource,
     OutputGraph,
@@ -379,9 +379,8 @@ def _without_buckets(mode: Callable[[], str]) -> Callable[[], str]:
 
 def _guard_hooks(guards: Any) -> None:
     """Guard that modules get no hooks later, since by default Dynamo reads hooks only while it traces."""
-    for guard in list(guards):
-        if guard.create_fn_name() == GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT.__name__:
-            guards.add(guard.originating_source.make_guard(GuardBuilder.SEQUENCE_LENGTH))
+    for guard in [*guards_of_hooks(guards)]:
+        add_guard(guards, guard)
 
 
 @contextlib.contextmanager

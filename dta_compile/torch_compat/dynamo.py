@@ -3,6 +3,7 @@
 from dta_compile.torch_compat import needed_for
 
 with needed_for("capturing a model's graph"):
+    from torch._C._dynamo.guards import DictGuardManager
     from torch._dynamo import config, maybe_mark_dynamic, trace_rules, utils
     from torch._dynamo.cache_size import _has_same_id_matched_objs as has_same_objects
     from torch._dynamo.callback import callback_handler
@@ -16,10 +17,10 @@ with needed_for("capturing a model's graph"):
         UnspecializeRestartAnalysis,
         Unsupported,
     )
-    from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder
+    from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder, GuardManagerType
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.side_effects import SideEffects
-    from torch._dynamo.source import ConstantSource, NumpyTensorSource
+    from torch._dynamo.source import AttrSource, ConstantSource, NumpyTensorSource, TypeSource
     from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
     from torch._dynamo.utils import get_hook_for_recompile_user_context, register_hook_for_recompile_user_context
     from torch._dynamo.variables import (
@@ -42,7 +43,7 @@ with needed_for("capturing a model's graph"):
     from torch._dynamo.variables.functions import WrapperUserFunctionVariable
     from torch._dynamo.variables.lists import BaseListVariable, ListIteratorVariable
     from torch._dynamo.variables.tensor import SymNodeVariable
-    from torch._guards import CompileContext, Source
+    from torch._guards import ChainedSource, CompileContext, Source
 
 with needed_for("running code of a trace outside of it"):
     from torch.compiler import _is_compiling_flag  # set by name, since it is read from its module

@@ -20,8 +20,10 @@ try:
         stamp_out_subgraph,
     )
 
-    # Names of guards: two sources are one object; a tensor's properties, which each tensor gets of its own; a constant.
+    # Names of guards: two sources are one object; a tensor's properties, which each tensor gets of its own; a type; a
+    # constant.
     IS_ONE, OF_TENSOR = GuardBuilder.DUPLICATE_INPUT.__name__, GuardBuilder.TENSOR_MATCH.__name__
+    OF_TYPE = GuardBuilder.TYPE_MATCH.__name__
     OF_CONSTANT = {GuardBuilder.EQUALS_MATCH.__name__, GuardBuilder.CONSTANT_MATCH.__name__}
     WHY_NONE = ""
 except (ImportError, AttributeError) as error:

@@ -453,3 +453,58 @@ def test_masks_of_other_ranks_leave_sizes_apart():
     for rows, columns in ((3, 7), (4, 9), (5, 5)):
         ids = torch.arange(rows * columns).view(rows, columns) % 5
         torch.testing.assert_close(compiled(ids, ids >= 0), function(ids, ids >= 0), rtol=0, atol=1e-9)
+
+
+class Offset(Block):
+    """A class whose attribute all copies read."""
+
+    offset = 0.5
+
+    def forward(self, x):
+        return super().forward(x) + self.offset
+
+
+class OtherOffset(Offset):
+    offset = 0.25
+
+
+def of_another_class(net):
+    net.blocks[2].__class__ = OtherOffset
+
+
+def an_attribute_of_its_own(net):
+    net.blocks[2].offset = 0.75
+
+
+def the_attribute_of_the_class(net):
+    Offset.offset = 1.5
+
+
+def a_hook_in_a_copy(net):
+    net.blocks[2].linear.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def a_dict_of_hooks_of_its_own(net):
+    net.blocks[3].norm._forward_hooks = {0: lambda module, args, result: result * 2}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        of_another_class,
+        an_attribute_of_its_own,
+        the_attribute_of_the_class,
+        a_hook_in_a_copy,
+        a_dict_of_hooks_of_its_own,
+    ],
+)
+def test_later_changes_of_copies_and_of_their_class(change, monkeypatch):
+    monkeypatch.setattr(Offset, "offset", 0.5)
+    net, x = Net().double(), torch.randn(5, 8, dtype=torch.float64)
+    for block in net.blocks:
+        block.__class__ = Offset
+    compiled = torch.compile(net, backend="dta")
+    assert_same(net, compiled, x)
+    assert reuses() == 2
+    change(net)
+    assert_same(net, compiled, x)

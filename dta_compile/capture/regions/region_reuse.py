@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from dta_compile.capture.regions.guards import guards_of_hooks, is_of_hooks
 from dta_compile.passes.symbols import expression
 from dta_compile.torch_compat.dynamo import (
     AttributeMutationNew,
@@ -30,6 +31,7 @@ from dta_compile.torch_compat.dynamo import (
     NewGlobalVariable,
     Source,
     TupleVariable,
+    TypeSource,
     UnspecializedNNModuleVariable,
     UserDefinedObjectVariable,
     ValueMutationNew,
@@ -40,6 +42,7 @@ from dta_compile.torch_compat.regions import (
     IS_ONE,
     OF_CONSTANT,
     OF_TENSOR,
+    OF_TYPE,
     SKIP_GUARD,
     GuardCheckSpec,
     InputFingerprint,
@@ -125,8 +128,11 @@ class Traced:
         names: pairs of sources of one object.
         asked: (source, handler, expected value) of the guards in torch's own condition.
         checks: the same for guards of the layer that torch's condition lacks.
-        constants: sources of constants, which torch compares by value only.
-        sources: sources of all objects that were looked up to reach the values that the trace read.
+        hooks: (source, names) of modules, and those of their attributes that hold hooks, which have none.
+        constants: sources of constants, which torch compares by value only, with their exact values.
+        traced: sources whose values torch built variables for.
+        read: sources that the trace read, and those that it looked up to reach them, without those read of types.
+        of_types: what the trace read of types, and on the way there.
         guards: guards that another layer needs, too, whenever the graph runs.
     """
 
@@ -135,8 +141,11 @@ class Traced:
     names: tuple[tuple[Source, Source], ...]
     asked: tuple[tuple[Source, Any, Any], ...]
     checks: tuple[tuple[Source, Any, Any], ...]
-    constants: tuple[Source, ...]
-    sources: tuple[Source, ...]
+    hooks: tuple[tuple[Source, tuple[str, ...]], ...]
+    constants: tuple[tuple[Source, Hashable], ...]
+    traced: tuple[Source, ...]
+    read: tuple[Source, ...]
+    of_types: tuple[Any, ...]
     guards: tuple[Any, ...]
 
     @classmethod
@@ -157,16 +166,22 @@ class Traced:
         foreign = {*map(id, _inputs_of_graph(fingerprint)), *_written(tx.output.side_effects)}
         if any(id(value) in foreign for value in values.values()):
             raise NoRegion
-        more = [guard for guard in guards.keys() - set(asked) if guard.create_fn_name() != IS_ONE]
+        typed = {guard.originating_source for guard in guards if guard.create_fn_name() == OF_TYPE}
+        own, one, hooks = dict.fromkeys(_not_implied(guards, typed)), _one_object_each(), [*guards_of_hooks(guards)]
+        more = [guard for guard in own.keys() - set(asked) if guard.create_fn_name() != IS_ONE]
+        constants = dict.fromkeys(guard.originating_source for guard in own if guard.create_fn_name() in OF_CONSTANT)
         return cls(
             arguments=_arguments(fingerprint),
             state=_state(tx),
-            names=tuple(_names(tx.output.side_effects, values)),
-            asked=tuple(rest for *rest, _ in condition.guards),
-            checks=tuple(_checks(resolve, more)),
-            sources=tuple(values),
-            constants=tuple(guard.originating_source for guard in guards if guard.create_fn_name() in OF_CONSTANT),
-            guards=tuple(guard for guard in guards if guard.create_fn_name() != OF_TENSOR),
+            names=tuple((one(first), one(other)) for first, other in _names(tx.output.side_effects, values)),
+            asked=tuple((one(source), *rest) for source, *rest, guard in condition.guards if guard in own),
+            checks=tuple((one(source), *rest) for source, *rest in _checks(resolve, more)),
+            hooks=tuple((one(guard.originating_source), guard.create_fn.keywords["names"]) for guard in hooks),
+            traced=tuple(map(one, condition.traced_sources)),
+            read=tuple(one(source) for source in values if not _is_of_a_type(source, typed)),
+            of_types=tuple(value for source, value in values.items() if _is_of_a_type(source, typed)),
+            constants=tuple((one(source), _exact(resolve(source))) for source in constants),
+            guards=tuple(_moved(guard, one) for guard in (*own, *hooks) if guard.create_fn_name() != OF_TENSOR),
         )
 
     def has_arguments_of(self, call: OtherCall) -> bool:
@@ -183,7 +198,7 @@ class Traced:
             NoRegion: it is valid for no other call.
         """
         tx, resolve, moved = call.tx, call.resolve, call.moved
-        if not _hold(call, (check for check in self.asked if moved(check[0]) != check[0])):
+        if not _hold(call, (check for check in self.asked if moved(check[0]) is not check[0])):
             return False
         if not all(isinstance(value, torch.Tensor) for _, value in _values_of(resolve, call.captured)):
             raise NoRegion  # a number that is a tensor input of the graph
@@ -192,10 +207,12 @@ class Traced:
         written = _written(tx.output.side_effects)
         try:
             return (
-                not (written and any(id(resolve(moved(source))) in written for source in self.sources))
+                not (written and any(id(value) in written for value in self.of_types))
+                and not (written and any(id(resolve(moved(source))) in written for source in self.read))
                 and all(resolve(moved(first)) is resolve(moved(other)) for first, other in self.names)
+                and not any(getattr(resolve(moved(source)), name) for source, names in self.hooks for name in names)
                 and _hold(call, self.checks)
-                and all(_exact(resolve(moved(source))) == _exact(resolve(source)) for source in self.constants)
+                and all(_exact(resolve(moved(source))) == value for source, value in self.constants)
             )
         except (AttributeError, LookupError, TypeError):  # the new layer lacks an attribute or item
             return False
@@ -217,15 +234,15 @@ class OtherCall:
         self.captured = [arg.source for arg in cached.subgraph_input_mapping if isinstance(arg, LiftedCapturedSource)]
         self.resolve = _Resolver(tx)
         self._sources = dict(zip(cached.arg_sources, fingerprint.arg_sources, strict=True))
-        self._moved: dict[Source, Source] = {}
+        self._moved: dict[int, Source] = {}  # by id, since sources are slow to compare
 
     def moved(self, source: Source) -> Source:
-        """Map a source of the traced call to this call; like `Source.clone`, but each part is mapped once."""
-        if source not in self._moved:
-            parts = {name: self.moved(part) for name, part in _looked_up_in(source).items()}
-            new = dataclasses.replace(source, **parts) if parts else source
-            self._moved[source] = self._sources.get(new) or new
-        return self._moved[source]
+        """Map a source that `Traced` holds to this call; like `Source.clone`, but each part is mapped once."""
+        known = self._moved.get(id(source))
+        if known is None:
+            new = _with_parts(source, self.moved)
+            known = self._moved[id(source)] = self._sources.get(new) or new
+        return known
 
 
 class _Resolver:
@@ -323,6 +340,33 @@ def _hold(call: OtherCall, checks: Iterable[tuple[Source, Any, Any]]) -> bool:
         return False
 
 
+def _is_of_a_type(source: Source, typed: Collection[Source]) -> bool:
+    """Return whether a value is read of nothing but types of objects whose types are guarded.
+
+    Objects of two layers for which these guards hold have the same types, so that it is one object for both.
+    """
+    if isinstance(source, TypeSource) and source.base in typed:
+        return True
+    parts = _looked_up_in(source).values()
+    return bool(parts) and all(_is_of_a_type(part, typed) for part in parts)
+
+
+def _not_implied(guards: Iterable[Any], typed: Collection[Source]) -> Iterator[Any]:
+    """Yield one of each kind of the guards of a layer that have to hold for another layer as well.
+
+    What is read of types is guarded once. That modules have no hooks is guarded by itself (`guards_of_hooks`).
+    """
+    seen: set[Hashable] = set()
+    for guard in guards:
+        create, source, name = guard.create_fn, guard.originating_source, guard.create_fn_name()
+        given = create.keywords.items() if isinstance(create, functools.partial) else ()
+        keywords = tuple((key, value if isinstance(value, (Source, str)) else id(value)) for key, value in given)
+        is_implied = is_of_hooks(guard) or (name != IS_ONE and _is_of_a_type(source, typed))
+        if not is_implied and (source, name, keywords) not in seen:
+            seen.add((source, name, keywords))
+            yield guard
+
+
 def _parts(guard: Any) -> set[Source]:
     """Return all sources of a guard, with the sources that these are looked up in."""
     sources = [guard.originating_source]
@@ -338,8 +382,35 @@ def _with_bases(source: Source) -> list[Source]:
 
 def _looked_up_in(source: Source) -> dict[str, Source]:
     """Return the fields of a source that are sources."""
-    fields = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
+    kind: Any = type(source)
+    fields = {name: getattr(source, name) for name in _fields(kind)}
     return {name: value for name, value in fields.items() if isinstance(value, Source)}
+
+
+@functools.cache
+def _fields(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
+def _with_parts(source: Source, of: Callable[[Source], Source]) -> Source:
+    """Map the sources that a source is looked up in; return the source itself if these stay."""
+    parts = {name: (part, of(part)) for name, part in _looked_up_in(source).items()}
+    if all(new is part for part, new in parts.values()):
+        return source
+    return dataclasses.replace(source, **{name: new for name, (_, new) in parts.items()})
+
+
+def _one_object_each() -> Callable[[Source], Source]:
+    """Return a function that maps equal sources, and parts of sources, to one object."""
+    known: dict[Source, Source] = {}
+
+    def one(source: Source) -> Source:
+        if source not in known:
+            new = _with_parts(source, one)
+            known[source] = known.setdefault(new, new)
+        return known[source]
+
+    return one
 
 
 def _moved(guard: Any, of: Callable[[Source], Source]) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -24,8 +25,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from dta_compile.capture.regions.guards import add_guard
 from dta_compile.torch_compat import regions, wrap_once
-from dta_compile.torch_compat.dynamo import AttributeMutationNew, SideEffects, UserFunctionVariable
+from dta_compile.torch_compat.dynamo import AttributeMutationNew, ChainedSource, SideEffects, UserFunctionVariable
 from dta_compile.torch_compat.dynamo import config as dynamo_config
 
 if regions.WHY_NONE:
@@ -37,6 +39,7 @@ LEAST_COPIES = 2
 # Attributes that every module has. Copies may differ in them: parameters and buffers are inputs of a region.
 OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
 HOOKS = tuple(name for name in sorted(OF_MODULES) if name.endswith("_hooks") and "state_dict" not in name)
+VALUE = "_dta_value"  # name of a value in the expression of what is looked up in it
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 # Functions whose calls are regions of the running trace; empty inside a region, since regions are not nested.
@@ -144,8 +147,10 @@ def _if_ours_holds(is_reusable: Callable[..., bool]) -> Callable[..., bool]:
         if not hasattr(condition, "of_dta"):
             return is_reusable(tx, condition, fingerprint, cached)
         call = OtherCall(tx, fingerprint, cached)
-        read = type(condition.traced_sources)(map(call.moved, condition.traced_sources))
-        if regions.has_mutated_vars(tx, read) or not condition.of_dta.has_arguments_of(call):
+        if not condition.of_dta.has_arguments_of(call):
+            return False
+        read = type(condition.traced_sources)(map(call.moved, condition.of_dta.traced))
+        if regions.has_mutated_vars(tx, read):
             return False
         of_arguments = dataclasses.replace(condition, guards=[], traced_sources=type(read)())
         cached.of_dta = condition.of_dta, call
@@ -161,10 +166,34 @@ def _with_guards(stamp_out: Callable[..., Any]) -> Callable[..., Any]:
         if hasattr(cached, "of_dta"):
             traced, call = cached.of_dta
             for guard in traced.guards_of(call):
-                tx.output.guards.add(guard)
+                add_guard(tx.output.guards, guard)
         return stamp_out(tx, fingerprint, cached)
 
     return stamp_out_with_guards
+
+
+@functools.lru_cache(maxsize=2**12)
+def _code(template: str) -> types.CodeType:
+    return compile(template.format(VALUE), "<source>", "eval")
+
+
+def _compiled_once(get_value: Callable[..., Any]) -> Callable[..., Any]:
+    """Look up the value of a source by code that is compiled once for all sources with the same expression."""
+
+    def get_value_by_code(self: Any, names: dict[str, Any], local: dict[str, Any], known: dict[Any, Any]) -> Any:
+        if self in known:
+            return known[self]
+        if VALUE in local:
+            return get_value(self, names, local, known)
+        value = self.base.get_value(names, local, known)
+        local[VALUE] = value
+        try:
+            known[self] = eval(_code(self._name_template), names, local)
+        finally:
+            del local[VALUE]
+        return known[self]
+
+    return get_value_by_code
 
 
 def _refusing_written(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,6 +245,7 @@ if not regions.WHY_NONE:
         (regions.reuse, "is_reusable", _if_ours_holds),
         (regions.reuse, "stamp_out_subgraph", _with_guards),
         (regions.reuse, "is_reuse_eligible", _raising_no_region),
+        (ChainedSource, "get_value", _compiled_once),
         (SideEffects, "load_attr", _refusing_written),
         (UserFunctionVariable, "call_function", _as_region),
     ):

@@ -244,7 +244,7 @@ def _stride(
     is_weighed = limits.is_asked_for and any(part.gathered[0] for part in parts)
     passed = [part.sent * tree.num_rows for part in parts]
     room = math.inf if limits.room is None else limits.room
-    if (named := options.stride or limits.stride) > 1:
+    if (named := max(options.stride or 1, limits.stride)) > 1:
         return min(named, max(len(parts), 1)), 0.0
     if sum(passed) <= room and (not is_weighed or len(parts) < LEAST_PARTS or options.stride):
         return 1, 0.0
@@ -258,8 +258,9 @@ def _stride(
     for stride in range(1, len(parts)):
         run = dataclasses.replace(one, stride=stride)
         stretches = run.stretches(len(parts))
-        kept = sum(passed[stretch[-1]] for stretch in stretches)
-        kept += max(sum(passed[number] for number in stretch[:-1]) for stretch in stretches)
+        ends = [passed[stretch[-1]] for stretch in stretches]
+        whole = [sum(ends[:i]) + sum(passed[number] for number in stretch) for i, stretch in enumerate(stretches)]
+        kept = max(*whole, sum(ends))
         if kept > before:  # from about the root of the number of parts on, stretches take more than they save
             break
         if (before := kept) <= room:

@@ -207,12 +207,13 @@ class Schedule:
         return dataclasses.replace(self, ops=ops, parts=1, others=())
 
     def stretches(self, parts: int) -> list[range]:
-        """Divide parts into stretches: the last part, then `stride` parts each towards the first, which joins the rest.
+        """Divide parts into stretches: each of the last two, then `stride` parts each towards the first.
 
-        The last part goes backward right after its forward, so keeping what it receives takes nothing.
+        What the last two receive is needed first. They share the last layer, whose weights and gradients would be there
+        while others run forward again. The first stretch takes in a single part that is left, the embedding.
         """
         last = parts - 1
-        firsts = sorted({0, last, *range(last, int(self.stride > 1), -self.stride)})
+        firsts = sorted({0, max(last, 0), *range(max(last - 1, 0), int(self.stride > 1), -self.stride)})
         return [range(*bounds) for bounds in pairwise([*firsts, parts])]
 
     @property

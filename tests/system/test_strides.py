@@ -105,8 +105,8 @@ def test_few_hidden_states_are_there_at_a_time(model, compiled, monkeypatch):
     monkeypatch.setattr(TreeRun, "forward_rows", forward_rows)
     monkeypatch.setattr(TreeRun, "backward", of_part)
     loss = weighted(compiled(IDS, MASK)[MASK])
-    # Stretches of parts: 0 to 1, 2 to 3, 4 to 5, and 6. What parts 1, 3 and 5 send is kept.
-    assert alive == [0, 1, 1, 2, 2, 3, 3]
+    # Stretches of parts: 0 to 2, 3 to 4, 5, and 6. What parts 2, 4 and 5 send is kept.
+    assert alive == [0, 1, 1, 1, 2, 2, 3]
     del alive[:]
     loss.backward()
     model.zero_grad()

@@ -46,7 +46,6 @@ def pytest_configure(config):
             in_groups(pytest.MonkeyPatch())
             sweep = "stages"
 
-
         def parsed(mapping):
             over_ranks = {"mesh", "groups"} & {*(mapping or {})} or (mapping or {}).get("strategy") == "one_tree"
             return parse({"sweep": sweep, **({} if over_ranks else more), **(mapping or {})})

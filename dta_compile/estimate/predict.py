@@ -354,7 +354,8 @@ class _Step:
         second += stack * max(part.footprint.kv_token for part in parts) * (SUM / NUMBER - 1)
         groups, stride = len(plan.schedule.groups), plan.schedule.stride
         prediction = Prediction(
-            f"{sweep}, {name}" + (f", {groups} groups of subtrees" if groups else "")
+            f"{sweep}, {name}"
+            + (f", {groups} groups of subtrees" if groups else "")
             + (f", stride {stride}" if stride > 1 else ""),
             self.batches * plan.estimates.seconds,
             self.held(sweep) + max(first, second),

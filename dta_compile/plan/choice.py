@@ -251,7 +251,8 @@ def _stride(
     if len(parts) < LEAST_PARTS or not tree.num_rows or options.stride:
         return None
     one = _keeping_nothing(built, len(parts))
-    simulation, known = simulate(tree, one, limits.head_starts), {}
+    simulation = simulate(tree, one, limits.head_starts)
+    known: dict[tuple[int, int, float], tuple[float, float, float]] = {}
     first = simulate(tree, dataclasses.replace(one.kinds[0][1], ops=one.halves[0]), limits.head_starts).forward
     again = limits.cost.forward.seconds(first._replace(heads=0))
     before, seconds, peaks, scores = math.inf, limits.cost.estimate(simulation), dict[int, float](), dict[int, float]()

@@ -92,7 +92,9 @@ def _check_stride(tree: PrefixTree, schedule: Schedule) -> None:
     keeps = any(kind.keeps for kind in (schedule.kinds[0][1], *others))
     if schedule.mode != "transparent" or schedule.sweep != "stages" or keeps:
         replay = _Replay(tree, dataclasses.replace(schedule, ops=()), False)
-        replay.fail("parts of a stretch are swept by stages and keep nothing", "transparent mode, anchors", f"{schedule}"[:200])
+        replay.fail(
+            "parts of a stretch are swept by stages and keep nothing", "transparent mode, anchors", f"{schedule}"[:200]
+        )
 
 
 class _Replay(Interpreter):

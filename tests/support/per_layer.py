@@ -115,7 +115,10 @@ def own_ids(seed: int = 1) -> torch.Tensor:
 
 
 def pair(
-    shard: Callable[..., torch.nn.Module] = by_hand, compile_options: Any = SMALL_CHUNKS, layers: int = 2, **options: Any
+    shard: Callable[..., torch.nn.Module] = by_hand,
+    compile_options: Any = SMALL_CHUNKS,
+    layers: int = 2,
+    **options: Any,
 ) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]:
     """Return a sharded model for eager mode, a copy of it, and the copy compiled."""
     eager, model = (shard(tiny(layers=layers), **options) for _ in range(2))

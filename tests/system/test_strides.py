@@ -11,7 +11,17 @@ from dta_compile.errors import RuntimeContractError
 from dta_compile.options import Options
 from dta_compile.runtime.transparent import TreeRun
 from tests.support.inside import inside
-from tests.support.tiny import PACKED_IDS, SEGMENTS, SMALL_CHUNKS, StatedLM, TinyLM, after, assert_same, shared_ids, weighted
+from tests.support.tiny import (
+    PACKED_IDS,
+    SEGMENTS,
+    SMALL_CHUNKS,
+    StatedLM,
+    TinyLM,
+    after,
+    assert_same,
+    shared_ids,
+    weighted,
+)
 
 IDS = shared_ids()
 MASK = torch.arange(9) < torch.tensor([9, 5, 8, 1, 7])[:, None]

@@ -217,6 +217,7 @@ class Stretch:
         self.kept: dict[int, Sequence[torch.Tensor]] = {}
         self.values: dict[int, Sequence[torch.Tensor]] = {}
         self._written: set[int] = set()
+        self._lowest = parts[-1]  # that goes backward
 
     def begin(self, run: TreeRun, crossing: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Note what a part receives, before its forward."""
@@ -225,8 +226,10 @@ class Stretch:
         if run.number != self.parts[-1]:
             self.before.append(run)
 
-    def to_save(self, run: TreeRun) -> list[torch.Tensor]:
+    def to_save(self, run: TreeRun, goes_backward: bool) -> list[torch.Tensor]:
         """Return the tensors that the node of a part saves."""
+        if goes_backward:
+            self._lowest = min(self._lowest, run.number)
         if run.number != self.parts[-1]:
             return []
         kept, self.kept = self.kept, dict.fromkeys(self.kept, ())
@@ -245,7 +248,7 @@ class Stretch:
         for value in run.part.writes:  # all that read it have gone backward
             self.values.pop(value, None)
         received = [self.values[value][i] for i in range(chunks) for value in run.part.reads]
-        if run.number == self.parts[0]:
+        if run.number == self._lowest:
             self.values = {}
         return received
 
@@ -286,7 +289,7 @@ class TreeFunction(torch.autograd.Function):
         received, parameters = tensors[: run.received], tensors[run.received :]
         outputs = run.forward(received)
         ctx.run = run
-        kept = received if run.stretch is None else run.stretch.to_save(run)
+        kept = received if run.stretch is None else run.stretch.to_save(run, any(ctx.needs_input_grad))
         ctx.save_for_backward(*kept, *parameters, *run.call.reread())
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(

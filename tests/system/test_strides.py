@@ -116,7 +116,7 @@ def test_few_hidden_states_are_there_at_a_time(model, compiled, monkeypatch):
     monkeypatch.setattr(TreeRun, "backward", of_part)
     loss = weighted(compiled(IDS, MASK)[MASK])
     # Stretches of parts: 0 to 2, 3 to 4, 5, and 6. What parts 2, 4 and 5 send is kept.
-    assert alive == [0, 1, 1, 1, 2, 2, 3]
+    assert alive == [0, 1, 1, 1, 2, 2, 3], alive
     del alive[:]
     loss.backward()
     model.zero_grad()

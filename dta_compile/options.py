@@ -67,6 +67,10 @@ class Options:
             of stages (with sweep="chunks", the paper's depth-bounded memory).
         groups: least number of groups of subtrees that a sweep of stages goes through one after another, which divides
             the hidden states between layers and takes up to one more forward; None: one, or as many as memory demands.
+        stride: keep the hidden states of every so many-th layer alone, in a sweep of stages, and compute those in
+            between again, which takes up to one more forward; 1: keep all. None: by memory; with
+            FSDP2 around layers and a `memory_budget`, also by how much the peak falls for the time that it takes. A
+            stride k gathers a layer 3 - 2 / k times a step.
         mesh: ranks that call the model together, each with rows of its own: a process group or a one-dimensional
             `DeviceMesh`. Their rows may then run as one prefix tree, in a sweep of stages: no token is computed on two
             ranks. Parameter gradients of a rank are those of the tokens that it computed, so only their sum (or mean)
@@ -94,6 +98,7 @@ class Options:
     verify: str = "auto"
     memory_budget: int | None = None
     groups: int | None = None
+    stride: int | None = None
     mesh: Any = None
     fallback: str = "raise"
     attention: str = "auto"
@@ -109,6 +114,8 @@ class Options:
             self._set("memory_budget", _bytes("memory_budget", self.memory_budget))
         if self.groups is not None:
             self._set("groups", _integer("groups", self.groups, 1, MOST_CHUNK_TOKENS))
+        if self.stride is not None:
+            self._set("stride", _integer("stride", self.stride, 1, MOST_CHUNK_TOKENS))
         for key, choices in CHOICES.items():
             _check_choice(key, getattr(self, key), choices)
         self._check_mesh()
@@ -136,9 +143,10 @@ class Options:
                     expected=", ".join(map(repr, choices)),
                     got=repr(value),
                 )
-        if self.groups is not None:
-            what = "one tree over ranks is not divided into groups"
-            raise OptionError(what, expected="groups=None", got=repr(self.groups))
+        for key in ("groups", "stride"):
+            if (value := getattr(self, key)) is not None:
+                what = "one tree over ranks keeps the hidden states of all its tokens between all layers"
+                raise OptionError(what, expected=f"{key}=None", got=repr(value))
 
     @property
     def chunk_tokens(self) -> int:

@@ -32,17 +32,25 @@ from tests.support.groups import in_groups  # noqa: E402
 
 
 def pytest_addoption(parser):
-    text = "run every compiled call that names no sweep with this one: chunks, stages, or groups (stages over subtrees)"
+    text = "run every compiled call that names no sweep with this one: chunks, stages, groups (stages over subtrees)"
+    text += " or strides (stages that keep every other boundary)"
     parser.addoption("--sweep", help=text)
 
 
 def pytest_configure(config):
     if sweep := config.getoption("--sweep"):
-        parse = Options.parse
+        parse, more = Options.parse, {}
+        if sweep == "strides":
+            sweep, more = "stages", {"stride": 2}
         if sweep == "groups":
             in_groups(pytest.MonkeyPatch())
             sweep = "stages"
-        Options.parse = lambda mapping: parse({"sweep": sweep, **(mapping or {})})
+
+        def parsed(mapping):
+            over_ranks = {"mesh", "groups"} & {*(mapping or {})} or (mapping or {}).get("strategy") == "one_tree"
+            return parse({"sweep": sweep, **({} if over_ranks else more), **(mapping or {})})
+
+        Options.parse = parsed
 
 
 @pytest.fixture(scope="session")

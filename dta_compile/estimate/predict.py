@@ -352,9 +352,11 @@ class _Step:
         first, second = bytes_of_halves(plan.prefix_tree, plan.schedule, parts, stack, plan.limits.head_starts)
         # KV gradients are float32 sums, wider than the KV that `bytes_of_halves` counts for them.
         second += stack * max(part.footprint.kv_token for part in parts) * (SUM / NUMBER - 1)
-        groups = len(plan.schedule.groups)
+        groups, stride = len(plan.schedule.groups), plan.schedule.stride
         prediction = Prediction(
-            f"{sweep}, {name}" + (f", {groups} groups of subtrees" if groups else ""),
+            f"{sweep}, {name}"
+            + (f", {groups} groups of subtrees" if groups else "")
+            + (f", stride {stride}" if stride > 1 else ""),
             self.batches * plan.estimates.seconds,
             self.held(sweep) + max(first, second),
             self.batches * plan.simulation.recomputed_tokens,

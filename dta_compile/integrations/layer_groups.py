@@ -56,12 +56,11 @@ class LayerGroups:
                     free(group, "FORWARD")
                 show_unsharded(state)
 
-    def begin_backward(self, part: int) -> None:
-        """Reduce the groups first read by the part after this one, gather those of this part, and prefetch the next."""
-        self._reduce(part + 1)
+    def begin_backward(self, part: int, next_part: int) -> None:
+        """Gather the groups of a part, and prefetch those of the part that runs after its backward."""
         for state in self._of(part):
             state._pre_backward(None)
-        for state in self._of(part - 1):
+        for state in self._of(next_part):
             for group in groups_of([state]):
                 with group.use_training_state(type(group._training_state).PRE_BACKWARD):
                     group.unshard(async_op=True)
@@ -105,8 +104,13 @@ class LayerGroups:
         return _memory(parameter) in self._memories
 
     def end_backward(self, part: int) -> None:
-        """Reduce the groups first read by a part, after its backward."""
-        self._reduce(part)
+        """Reduce the groups first read by a part, after its backward; nothing if there is no such part."""
+        for state in self._of(part):
+            if self._first[state] == part:
+                for group in reversed(groups_of([state])):
+                    group.post_backward()
+                    if group.device.type == "cpu":  # has reduced when it returns, so that no stream reads the input
+                        getattr(group.comm_ctx, "reduce_scatter_states", []).clear()
 
     @contextlib.contextmanager
     def in_between(self) -> Iterator[None]:
@@ -124,14 +128,6 @@ class LayerGroups:
     def most(self, *mine: int) -> list[int]:
         """Return the largest of each number over the ranks that share parameters with this one."""
         return _most(self.modules, *mine)
-
-    def _reduce(self, part: int) -> None:
-        for state in self._of(part):
-            if self._first[state] == part:
-                for group in reversed(groups_of([state])):
-                    group.post_backward()
-                    if group.device.type == "cpu":  # has reduced when it returns, so that no stream reads the input
-                        getattr(group.comm_ctx, "reduce_scatter_states", []).clear()
 
     def _gather(self, part: int) -> None:
         for state in self._of(part):

@@ -24,6 +24,8 @@ from dta_compile.plan.tree.prefix_tree import PrefixTree
 
 CANDIDATES = ("packed", "dfs", "vanilla", "dense")  # the first one wins a tie
 LEAST_GAIN = 0.03  # share of the estimated seconds that larger chunks, which need more memory, must save
+WEIGHT_OF_TIME = 1.5  # a stride with which a step takes 10% longer must take 13% less memory
+LEAST_PARTS = 4  # of a stride: with fewer, hidden states of most parts are there at one time anyway
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +105,7 @@ def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -
     free = {sweep: limits.of_sweep(sweep).budget or 0 for sweep in SWEEPS}
     if not limits.is_asked_for and any(free.values()):  # a sweep with nothing free is out: its least may not fit
         left = {sweep: budget or -1 for sweep, budget in free.items()}
-        if nothing["stages"].schedule.groups:  # as many groups as fit
+        if nothing["stages"].schedule.groups or nothing["stages"].schedule.stride > 1:  # as few as fit
             left["stages"] = 0
     choices = [chosen(sweep, budget, sizes_of[sweep]) for sweep, budget in left.items() if budget >= 0]
     best = min(choices, key=lambda choice: choice.seconds)
@@ -200,17 +202,78 @@ def _build(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Sch
     usual = built(keep)
     if mode != "transparent" or options.sweep != "stages":
         return usual
-    sent = sum(part.sent for part in limits.parts)
-    least = options.groups or 1
-    if max(limits.groups, least) > 1 or (limits.room is not None and tree.num_rows * sent > limits.room):
+    least, sent = options.groups or 1, sum(part.sent for part in limits.parts)
+    of_stride = None if max(limits.groups, least) > 1 else _stride(tree, built, options, limits)
+    if of_stride is None:
         groups = _groups(tree, limits, sent, least)
         if len(groups) > 1:
             return usual.in_groups(_group_ops(group, tree.of(group), options, limits) for group in groups)
+    stride, taken = of_stride or (1, 0.0)
+    if stride > 1:
+        return dataclasses.replace(_keeping_nothing(built, len(limits.parts)), stride=stride)
     if limits.budget is None or not limits.parts:
         return usual
+    if taken:
+        limits = dataclasses.replace(limits, budget=int(limits.budget - taken))
+        keep = choose_keep(tree, options, chunks, limits.budget, limits.footprint, limits.cost, limits.head_starts)
+        usual = built(keep)
     layers, of_last = spend_rest(tree, chunks, keep, limits)
     others = len(limits.parts) - 1 - layers
     return usual.with_parts([(others, usual), (layers, built(KEEP_ALL) if layers else usual), (1, built(of_last))])
+
+
+def _keeping_nothing(built: Callable[[Keep], Schedule], parts: int) -> Schedule:
+    """Return the schedule that keeps boundary values alone, and the graph of the last part that is needed first."""
+    nothing = built(KEEP_NOTHING)
+    if parts < 2:
+        return nothing
+    return nothing.with_parts([(parts - 1, nothing), (1, built(Keep(frozenset({0}))))])
+
+
+def _stride(
+    tree: PrefixTree, built: Callable[[Keep], Schedule], options: Options, limits: Limits
+) -> tuple[int, float] | None:
+    """Return the stride at which values between parts are kept, and the bytes of the budget that they take.
+
+    None: they do not fit at any stride. Usually all that fit are kept. If the user set the budget and parameters are
+    gathered from other ranks, with a budget of nothing the stride has the least product of predicted peak and seconds,
+    which count by `WEIGHT_OF_TIME`: where a layer's weights or a chunk's activations decide the peak, it hardly falls.
+    From there on the budget is first spent on more of these values, then on what else may be kept.
+    """
+    parts = limits.parts
+    is_weighed = limits.is_asked_for and any(part.gathered[0] for part in parts)
+    passed = [part.sent * tree.num_rows for part in parts]
+    room = math.inf if limits.room is None else limits.room
+    if (named := max(options.stride or 1, limits.stride)) > 1:
+        return min(named, max(len(parts), 1)), 0.0
+    if sum(passed) <= room and (not is_weighed or len(parts) < LEAST_PARTS or options.stride):
+        return 1, 0.0
+    if len(parts) < LEAST_PARTS or not tree.num_rows or options.stride:
+        return None
+    one = _keeping_nothing(built, len(parts))
+    simulation = simulate(tree, one, limits.head_starts)
+    known: dict[tuple[int, int, float], tuple[float, float, float]] = {}
+    first = simulate(tree, dataclasses.replace(one.kinds[0][1], ops=one.halves[0]), limits.head_starts).forward
+    again = limits.cost.forward.seconds(first._replace(heads=0))
+    before, seconds, peaks, scores = math.inf, limits.cost.estimate(simulation), dict[int, float](), dict[int, float]()
+    for stride in range(1, len(parts)):
+        run = dataclasses.replace(one, stride=stride)
+        stretches = run.stretches(len(parts))
+        ends = [passed[stretch[-1]] for stretch in stretches]
+        whole = [sum(ends[:i]) + sum(passed[number] for number in stretch) for i, stretch in enumerate(stretches)]
+        kept = max(*whole, sum(ends))
+        if kept > before:  # from about the root of the number of parts on, stretches take more than they save
+            break
+        if (before := kept) <= room:
+            halves = tree, run, parts, simulation.peak_stack_tokens, limits.head_starts, known
+            peaks[stride] = max(bytes_of_halves(*halves))
+            scores[stride] = peaks[stride] * (seconds + again * run.share_again) ** WEIGHT_OF_TIME
+    if not peaks:
+        return None
+    best = min(scores, key=lambda stride: scores[stride]) if is_weighed else min(peaks)
+    budget = limits.budget or 0 if is_weighed else math.inf
+    stride = next(stride for stride in peaks if peaks[stride] - peaks[best] <= budget)
+    return stride, max(peaks[stride] - peaks[best], 0.0)
 
 
 def _groups(tree: PrefixTree, limits: Limits, sent: float, least: int) -> list[list[int]]:

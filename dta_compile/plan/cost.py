@@ -138,8 +138,10 @@ class Limits:
         parts: bytes of each part of a sweep of stages; empty: not known.
         is_asked_for: whether the user set the budget; otherwise it is a share of the free memory.
         by_stages: budget and chunk sizes of a sweep of stages, where they differ.
-        room: bytes that values passed between parts may take; above that they are swept group by group. None: any.
+        room: bytes that values passed between parts may take; above that fewer of them are kept, or the tree is swept
+            group by group. None: any.
         groups: number of groups of subtrees that ranks which gather parameters together agreed on; 1: as few as fit.
+        stride: stride that these ranks agreed on (see `Schedule`); 1: the planner chooses.
     """
 
     budget: int | None = None
@@ -153,6 +155,7 @@ class Limits:
     by_stages: tuple[int, tuple[int, ...]] | None = None
     room: float | None = None
     groups: int = 1
+    stride: int = 1
 
     def parts_of(self, sweep: str) -> Sequence[PartBytes]:
         """Return the parts that a sweep goes through; a sweep of chunks has one part with all layers."""

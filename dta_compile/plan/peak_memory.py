@@ -92,6 +92,7 @@ def bytes_of_halves(
     parts: Sequence[PartBytes],
     stack_tokens: int,
     head_starts: IntArray | None = None,
+    known: dict[tuple[int, int, float], tuple[float, float, float]] | None = None,
 ) -> tuple[float, float]:
     """Return the peak bytes of the first and the second half of a schedule, all parts included.
 
@@ -101,6 +102,7 @@ def bytes_of_halves(
     Args:
         parts: the parts of a sweep of stages; one part with all layers for a sweep of chunks.
         stack_tokens: most tokens on the stack.
+        known: bytes of parts alone, by footprint and ops, for further calls with the same tree.
     """
     if schedule.groups:
         carried = sum(part.sums - part.reduced + part.returned for part in parts)
@@ -111,21 +113,31 @@ def bytes_of_halves(
         ]
         return max(first for first, _ in peaks), carried + max(map(max, peaks))
     # By footprint and ops: peaks of both halves, and bytes kept between them.
-    known: dict[tuple[int, int, float], tuple[float, float, float]] = {}
+    known = {} if known is None else known
     first = second = held = 0.0
-    for number, part in enumerate(parts):
-        footprint, sent = part.footprint, part.sent * tree.num_rows
-        run = schedule.of_part(number)
-        key = id(footprint), id(run.ops), part.sums
-        if key not in known:
-            known[key] = _halves(tree, run, footprint, head_starts, part.sums)
-        forward, backward, left = known[key]
-        stack = footprint.kv_token * stack_tokens
-        first = max(first, held + stack + forward + sent + part.gathered[0])
-        # The second half runs the parts in reverse: later parts are freed, and gradients of sent values are here.
-        here = 2 * stack + part.returned + part.gathered[1]
-        second = max(second, held + here + backward + 2 * sent, held + part.gathered[2])
-        held += sent + (left if len(parts) > 1 else 0.0)
+    for stretch in schedule.stretches(len(parts)):
+        # What its parts send is kept by the last of them, and computed again for the others. Before the backward of the
+        # last part there are gradients of what it sends.
+        between, of_last = 0.0, parts[stretch[-1]].sent * tree.num_rows
+        for number in stretch:
+            part, run = parts[number], schedule.of_part(number)
+            footprint, sent = part.footprint, part.sent * tree.num_rows
+            key = id(footprint), id(run.ops), part.sums
+            if key not in known:
+                known[key] = _halves(tree, run, footprint, head_starts, part.sums)
+            forward, backward, left = known[key]
+            stack = footprint.kv_token * stack_tokens
+            received = parts[number - 1].sent * tree.num_rows if number > stretch[0] else 0.0
+            first = max(first, held + received + stack + forward + sent + part.gathered[0])
+            # The second half runs the parts in reverse: later parts are freed, and gradients of sent values are here.
+            here = 2 * stack + part.returned + part.gathered[1]
+            so_far = held + between
+            second = max(second, so_far + here + backward + 2 * sent, so_far + part.gathered[2])
+            between += sent
+            if number < stretch[-1]:  # again
+                second = max(second, so_far + stack + forward + sent + of_last + part.gathered[1])
+            else:
+                held += sent + (left if len(parts) > 1 else 0.0)
     return first, second
 
 

@@ -119,11 +119,12 @@ MOST_SEQUENCES = 2**24  # in a run such as s0..s9: bounds what a line of text ca
 _FLAGS = ("out", "kv", "results")  # words after a chunk, in this order
 _STATES = "states@"  # prefix of the list of depths, after the flags
 _HEADER = "# dta schedule strategy={strategy} order={order} mode={mode} chunk_size={chunk_size}"
-_BY_STAGES = " sweep=stages"
+_BY_STAGES, _STRIDE = " sweep=stages", " stride="
 _PARTS = "parts {}..{} of {}:"  # the line before ops that only these parts run
 _GROUP = "group {}:"  # the line before the ops of a group
 _HEADER_PATTERN = re.compile(
-    rf"# dta schedule strategy=(\S+) order=(\S+) mode=(\S+) chunk_size=([1-9][0-9]{{0,17}})({_BY_STAGES})?"
+    rf"# dta schedule strategy=(\S+) order=(\S+) mode=(\S+) chunk_size=([1-9][0-9]{{0,17}})"
+    rf"(?:({_BY_STAGES})(?:{_STRIDE}([1-9][0-9]{{0,8}}))?)?"
 )
 _PARTS_PATTERN = re.compile(r"parts ([0-9]{1,9})\.\.([0-9]{1,9}) of ([0-9]{1,9}):")
 _SLICE_PATTERN = re.compile(r"s([0-9]{1,18})\[([0-9]{1,18}):([0-9]{1,18})\]")
@@ -151,6 +152,9 @@ class Schedule:
     before it, the first half again for the hidden states, which only the last group still has. Nothing is kept from
     group to group but sums of gradients.
 
+    With a stride, hidden states are kept where a stretch of that many parts begins (see `stretches`). Before a stretch
+    goes backward, the first half runs again for all its parts but the last, which makes those in between.
+
     Attributes:
         strategy: planner strategy that made it.
         order: leaf order that it follows.
@@ -161,6 +165,7 @@ class Schedule:
         parts: number of parts; 1 where all run the same ops.
         others: runs of parts whose ops differ from `ops`, ascending.
         groups: groups of subtrees, whose ops together are `ops`; none: all sequences are swept at once.
+        stride: parts of a stretch; 1: what passes between parts is kept for all of them.
     """
 
     ops: tuple[Op, ...]
@@ -172,6 +177,7 @@ class Schedule:
     parts: int = 1
     others: tuple[PartOps, ...] = ()
     groups: tuple[GroupOps, ...] = ()
+    stride: int = 1
 
     def in_groups(self, groups: Iterable[GroupOps]) -> Schedule:
         """Return this schedule with the ops of groups in place of its own."""
@@ -199,6 +205,23 @@ class Schedule:
         """Return the ops of part `number`, counted from 0, as a schedule of all parts."""
         ops = next((run.ops for run in self.others if run.first <= number < run.stop), self.ops)
         return dataclasses.replace(self, ops=ops, parts=1, others=())
+
+    def stretches(self, parts: int) -> list[range]:
+        """Divide parts into stretches: each of the last two, then `stride` parts each towards the first.
+
+        What the last two receive is needed first. They share the last layer, whose weights and gradients would be there
+        while others run forward again. The first stretch takes in a single part that is left, the embedding.
+        """
+        last = parts - 1
+        firsts = sorted({0, max(last, 0), *range(max(last - 1, 0), int(self.stride > 1), -self.stride)})
+        return [range(*bounds) for bounds in pairwise([*firsts, parts])]
+
+    @property
+    def share_again(self) -> float:
+        """Share of the parts that run forward again for what passes between parts."""
+        if self.parts == 1:
+            return 1 - 1 / self.stride
+        return 1 - len(self.stretches(self.parts)) / self.parts
 
     @property
     def kinds(self) -> tuple[tuple[float, Schedule], ...]:
@@ -230,7 +253,8 @@ class Schedule:
     def lines(self) -> list[str]:
         """Return the listing: a header, line `k` for `ops[k - 1]`, then the ops of parts that have their own."""
         header = _HEADER.format(strategy=self.strategy, order=self.order, mode=self.mode, chunk_size=self.chunk_size)
-        lines = [header + (_BY_STAGES if self.sweep == "stages" else "")]
+        header += _BY_STAGES if self.sweep == "stages" else ""
+        lines = [header + (f"{_STRIDE}{self.stride}" if self.stride > 1 else "")]
         for group in self.groups:
             lines += [_GROUP.format(" ".join(_sequence_runs(group.sequences))), *map(format_op, group.ops)]
         lines += [] if self.groups else map(format_op, self.ops)
@@ -250,12 +274,13 @@ class Schedule:
         match = _HEADER_PATTERN.fullmatch(header)
         if not match:
             raise _syntax_error("a schedule has no header", number, header, _HEADER, header)
-        strategy, order, mode, chunk_size, by_stages = match.groups()
+        strategy, order, mode, chunk_size, by_stages, stride = match.groups()
         if mode not in MODES:
             raise _syntax_error("unknown mode", number, header, ", ".join(MODES), mode)
         rows = [(number, line) for number, line in lines[1:] if not line.startswith("#")]
         if by_stages and any(line.startswith("group") for _, line in rows):
-            return cls((), strategy, order, mode, int(chunk_size), "stages").in_groups(_parse_groups(rows))
+            made = cls((), strategy, order, mode, int(chunk_size), "stages", stride=int(stride or 1))
+            return made.in_groups(_parse_groups(rows))
         heads = [i for i, (_, line) in enumerate(rows) if by_stages and line.startswith("parts ")]
         ops, *others = (
             tuple(_parse_op(*row) for row in rows[start + (start in heads) : stop])
@@ -263,7 +288,8 @@ class Schedule:
         )
         parts, named = _parse_parts([rows[i] for i in heads])
         runs = tuple(PartOps(*run, ops) for run, ops in zip(named, others, strict=True))
-        return cls(ops, strategy, order, mode, int(chunk_size), "stages" if by_stages else "chunks", parts, runs)
+        sweep = "stages" if by_stages else "chunks"
+        return cls(ops, strategy, order, mode, int(chunk_size), sweep, parts, runs, stride=int(stride or 1))
 
 
 def extent(op: Op) -> Chunk | Slice | None:

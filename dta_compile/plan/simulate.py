@@ -68,6 +68,8 @@ def simulate(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None 
     """
     if schedule.groups:
         return _of_all_groups(tree, schedule, head_starts)
+    if schedule.stride > 1:
+        return _of_stretches(tree, schedule, head_starts)
     if schedule.others:
         shares = [share for share, _ in schedule.kinds]
         counts = [simulate(tree, kind, head_starts) for _, kind in schedule.kinds]
@@ -107,6 +109,15 @@ def _of_all_groups(tree: PrefixTree, schedule: Schedule, head_starts: IntArray |
 
     total = _merged(counts, lambda name, values: max(values) if name in _PEAKS else sum(values))
     return dataclasses.replace(total, recomputed_tokens=total.forward.tokens - tree.num_rows)
+
+
+def _of_stretches(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None) -> Simulation:
+    """Count a schedule with a stride: a share of the parts, none of which has head rows, runs the first half again."""
+    whole = simulate(tree, dataclasses.replace(schedule, stride=1), head_starts)
+    half = dataclasses.replace(schedule.kinds[0][1], ops=schedule.halves[0], stride=1)
+    first = simulate(tree, half, head_starts).forward._replace(heads=0)
+    forward = whole.forward.plus(Work(*(round(schedule.share_again * amount) for amount in first)))
+    return dataclasses.replace(whole, forward=forward, recomputed_tokens=forward.tokens - tree.num_rows)
 
 
 def _merged(counts: Sequence[Simulation], merge: Callable[[str, Sequence[int]], int]) -> Simulation:

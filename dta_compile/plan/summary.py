@@ -159,6 +159,7 @@ def summarize(
         ),
         *([("parts", _parts(schedule))] if schedule.others else []),
         *([("groups", _groups(schedule))] if schedule.groups else []),
+        *([("stride", _stride(schedule))] if schedule.stride > 1 else []),
         *([("ranks", _ranks(dealing, rank))] if dealing else []),
         ("recompute", f"{stats.tokens_forwarded_twice:,} tokens forwarded again ({again:.1%} of {of})"),
         ("peaks", _peaks(stats)),
@@ -188,6 +189,11 @@ def _parts(schedule: Schedule) -> str:
 
 def _groups(schedule: Schedule) -> str:
     return f"{len(schedule.groups)} groups of subtrees, one after another; each but the last forward twice for it"
+
+
+def _stride(schedule: Schedule) -> str:
+    again = f"{schedule.share_again:.0%} of parts run forward again for those in between"
+    return f"hidden states are kept before every {schedule.stride}. part; {again}"
 
 
 def _ranks(dealing: Dealing, rank: int) -> str:

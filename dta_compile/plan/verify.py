@@ -60,6 +60,8 @@ def check(
         for part, run, _ in by_group(tree, schedule):
             check(part, run, states)
         return
+    if schedule.stride > 1:
+        _check_stride(tree, schedule)
     for _, kind in schedule.kinds:
         replay = _Replay(tree, kind, states)
         if kind.chunks != schedule.chunks:
@@ -70,12 +72,29 @@ def check(
 
 def _check_groups(tree: PrefixTree, schedule: Schedule) -> None:
     replay = _Replay(tree, dataclasses.replace(schedule, ops=()), False)
-    if schedule.mode != "transparent" or not replay.by_stages or schedule.keeps or schedule.others:
+    if (
+        schedule.mode != "transparent"
+        or not replay.by_stages
+        or schedule.keeps
+        or schedule.others
+        or schedule.stride > 1
+    ):
         replay.fail("groups are swept by stages and keep nothing", "transparent mode, anchors", str(schedule)[:200])
     grouped = sorted(sequence for group in schedule.groups for sequence in group.sequences)
     if grouped != list(range(len(tree.lengths))):
         got = " ".join(f"s{sequence}" for sequence in grouped)
         replay.fail("every sequence is in one group", f"s0..s{len(tree.lengths) - 1}", got or "none")
+
+
+def _check_stride(tree: PrefixTree, schedule: Schedule) -> None:
+    last = schedule.parts - 1
+    others = [schedule.of_part(run.first) for run in schedule.others if run.first < last]
+    keeps = any(kind.keeps for kind in (schedule.kinds[0][1], *others))
+    if schedule.mode != "transparent" or schedule.sweep != "stages" or keeps:
+        replay = _Replay(tree, dataclasses.replace(schedule, ops=()), False)
+        replay.fail(
+            "parts of a stretch are swept by stages and keep nothing", "transparent mode, anchors", f"{schedule}"[:200]
+        )
 
 
 class _Replay(Interpreter):

@@ -183,12 +183,14 @@ class Engine:
         with no_autocast():
             call = self._together(lambda: plan_call(self.begin(args, layers), mode, wanted))
             if layers is not None and mode == "transparent":
-                groups, is_short = layers.most(len(call.groups), not _pays_layer_by_layer(call))
+                own = len(call.groups), call.plan.schedule.stride
+                groups, stride, is_short = layers.most(*own, not _pays_layer_by_layer(call))
                 if is_short and self.options.sweep == "auto":
                     gather_all()
                     layers, call = None, plan_call(self.begin(args, sweep="chunks"), mode, wanted)
-                elif groups > len(call.groups):  # another rank needs more, and all have to gather alike
-                    call = plan_call(call, mode, wanted, groups)
+                elif groups > own[0] or (not groups and stride > own[1]):
+                    # Another rank needs more, and all have to gather alike.
+                    call = plan_call(call, mode, wanted, max(groups, 1), stride)
             self.last_plan = call.plan
         self._together(lambda: self._check_program(call, mode, layers))
         if self.group is not None:

@@ -83,7 +83,8 @@ class GroupSweep:
         """Run the backward of a part of the first group; return the gradients of its parameters, of all groups."""
         if number < self.first:  # its parameters get no gradient, but their groups may wait for a reduction
             if self.layers is not None:
-                self.layers.begin_backward(number)
+                self.layers.end_backward(number + 1)
+                self.layers.begin_backward(number, number - 1)
             return [None] * len(parameters)
         assert self.group is not None, "the node of the outputs goes backward first"
         self.group.runs[number].sums = self.sums.pop(number, None)

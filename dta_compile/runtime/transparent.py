@@ -63,6 +63,8 @@ class TreeRun:
         sums: of a group of subtrees, sums of parameter gradients that groups before it in the backward have left.
         leaves_sums: the sums stay in `sums` for the next group, instead of becoming gradients.
         reached: results whose gradients the sums have.
+        stretch: the stretch of parts that it belongs to; None: it receives what is kept.
+        next_part: the part that runs after its backward.
     """
 
     def __init__(self, call: PlannedCall, number: int, chunks: Sequence[Chunk], is_first: bool, used: set[int]) -> None:
@@ -72,6 +74,8 @@ class TreeRun:
         self.backward_half: Sequence[Op] = ()
         self.sums: Sequence[AnySum | None] | None = None
         self.leaves_sums, self.reached = False, set[int]()
+        self.stretch: Stretch | None = None
+        self.next_part = number - 1
 
     def is_differentiable(self, position: int) -> bool:
         """Return whether a result may get a gradient. A KV cache may not; a gradient for it is an error."""
@@ -116,11 +120,19 @@ class TreeRun:
         return sent, list(buffers.outputs)
 
     def backward(
-        self, grads: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+        self, grads: Sequence[torch.Tensor | None], kept: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """Run the backward half; return gradients of the received values, then of the part's parameters."""
-        if self.call.context.layers is not None:
-            self.call.context.layers.begin_backward(self.number)
+        """Run the backward half; return gradients of the received values, then of the part's parameters.
+
+        Args:
+            kept: the received values, or if the part belongs to a stretch, what its node has saved of them.
+        """
+        layers = self.call.context.layers
+        if layers is not None:
+            layers.end_backward(self.number + 1)
+        received = kept if self.stretch is None else self.stretch.received(self, kept)
+        if layers is not None:
+            layers.begin_backward(self.number, self.next_part)
         begun = [(self.executor, self.backward_half)] if self.executor is not None else []
         self.executor, self.backward_half = None, ()  # kept graphs serve one backward; another one recomputes
         chunk_inputs = self.by_chunk(received, len(self.part.reads))
@@ -187,6 +199,72 @@ class TreeRun:
         return [*(grad for chunk in self.chunks for grad in of_received.get(chunk, nothing)), *of_parameters]
 
 
+class Stretch:
+    """Consecutive parts that receive values of which only those from parts before them are kept.
+
+    The node of its last part saves these. Its backward, which comes first, runs the other parts forward again.
+
+    Attributes:
+        parts: numbers of its parts.
+        before: runs of all its parts but the last.
+        kept: until the last part has run forward: the values to keep, a tensor per chunk.
+        values: in a backward, all values that parts still to go backward receive.
+    """
+
+    def __init__(self, parts: Sequence[int]) -> None:
+        self.parts = parts
+        self.before: list[TreeRun] = []
+        self.kept: dict[int, Sequence[torch.Tensor]] = {}
+        self.values: dict[int, Sequence[torch.Tensor]] = {}
+        self._written: set[int] = set()
+        self._lowest = parts[-1]  # that goes backward
+
+    def begin(self, run: TreeRun, crossing: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Note what a part receives, before its forward."""
+        self.kept |= {value: crossing[value] for value in run.part.reads if value not in self._written}
+        self._written |= {*run.part.writes}
+        if run.number != self.parts[-1]:
+            self.before.append(run)
+
+    def to_save(self, run: TreeRun, goes_backward: bool) -> list[torch.Tensor]:
+        """Return the tensors that the node of a part saves."""
+        if goes_backward:
+            self._lowest = min(self._lowest, run.number)
+        if run.number != self.parts[-1]:
+            return []
+        kept, self.kept = self.kept, dict.fromkeys(self.kept, ())
+        return [tensor for tensors in kept.values() for tensor in tensors]
+
+    def saved(self, run: TreeRun) -> int:
+        """Return the number of these tensors."""
+        return len(self.kept) * len(run.chunks) if run.number == self.parts[-1] else 0
+
+    def received(self, run: TreeRun, saved: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what a part receives, for its backward, from what its node has saved."""
+        chunks = len(run.chunks)
+        if run.number == self.parts[-1]:
+            self.values = {value: saved[i * chunks :][:chunks] for i, value in enumerate(self.kept)}
+            self._run_again()
+        for value in run.part.writes:  # all that read it have gone backward
+            self.values.pop(value, None)
+        received = [self.values[value][i] for i in range(chunks) for value in run.part.reads]
+        if run.number == self._lowest:
+            self.values = {}
+        return received
+
+    def _run_again(self) -> None:
+        layers = self.before[0].call.context.layers
+        for run in self.before:
+            if layers is not None:
+                layers.begin(run.number)
+            with no_autocast():
+                received = [self.values[value][i] for i in range(len(run.chunks)) for value in run.part.reads]
+                sent, _ = run.forward_rows(received)
+            if layers is not None and run is not self.before[-1]:  # which goes backward after the last part
+                layers.end(run.number)
+            self.values |= {value: sent[i :: len(run.part.writes)] for i, value in enumerate(run.part.writes)}
+
+
 class TreeFunction(torch.autograd.Function):
     """Autograd function of one part of a call.
 
@@ -208,9 +286,11 @@ class TreeFunction(torch.autograd.Function):
         Returns:
             The link, values for later parts, then frontier values (None for those not wanted).
         """
-        outputs = run.forward(tensors[: run.received])
+        received, parameters = tensors[: run.received], tensors[run.received :]
+        outputs = run.forward(received)
         ctx.run = run
-        ctx.save_for_backward(*tensors, *run.call.reread())
+        kept = received if run.stretch is None else run.stretch.to_save(run, any(ctx.needs_input_grad))
+        ctx.save_for_backward(*kept, *parameters, *run.call.reread())
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(out for i, out in enumerate(outputs) if out is not None and not run.is_differentiable(i))
@@ -227,9 +307,9 @@ class TreeFunction(torch.autograd.Function):
         """
         check_gradients(grads)
         run: TreeRun = ctx.run
-        saved, received = unchanged(ctx), run.received
-        parameters = saved[received : received + len(run.call.parameters(run.part))]
-        gradients = run.backward(grads, saved[:received], parameters)
+        saved, kept = unchanged(ctx), run.received if run.stretch is None else run.stretch.saved(run)
+        parameters = saved[kept : kept + len(run.call.parameters(run.part))]
+        gradients = run.backward(grads, saved[:kept], parameters)
         return (None, torch.zeros(1) if run.call.by_stages else None, *gradients)
 
     @staticmethod
@@ -303,8 +383,12 @@ def dense_frontier(call: PlannedCall) -> list[torch.Tensor | None]:
     link, layers, used = torch.zeros(1) if call.by_stages else None, call.context.layers, set[int]()
     last_read = {value: number for number, part in enumerate(parts) for value in part.reads}
     first = next((number for number, part in enumerate(parts) if part.graphs.differentiated), 0)
+    stretches = _stretches(call, len(parts))
     for number, part in enumerate(parts):
         run = TreeRun(call, number, chunks, number == first, used)
+        run.stretch, run.next_part = stretches[number]
+        if run.stretch is not None:
+            run.stretch.begin(run, crossing)
         received = [crossing[value][i] for i in range(len(chunks)) for value in part.reads]
         if layers is not None:
             layers.begin(number)
@@ -321,6 +405,17 @@ def dense_frontier(call: PlannedCall) -> list[torch.Tensor | None]:
         for i, output in zip(part.frontier, outputs[sent:], strict=True):
             frontier[i] = output
     return frontier
+
+
+def _stretches(call: PlannedCall, parts: int) -> list[tuple[Stretch | None, int]]:
+    """Return by part its stretch, if that has several parts, and the part that runs after its backward."""
+    found: list[tuple[Stretch | None, int]] = []
+    before = range(-1, 0)
+    for numbers in call.plan.schedule.stretches(parts):
+        stretch = Stretch(numbers) if len(numbers) > 1 else None
+        found += [(stretch, number - 1 if number > numbers[0] else before[0]) for number in numbers]
+        before = numbers
+    return found
 
 
 def forward_half(

@@ -29,8 +29,8 @@ from tests.support.tiny import SMALL_CHUNKS, TinyLM, assert_same, shared_ids, we
 Model = Callable[[], torch.nn.Module]
 
 
-def tiny(tied: bool = False) -> torch.nn.Module:
-    model = TinyLM(layers=2)
+def tiny(tied: bool = False, layers: int = 2) -> torch.nn.Module:
+    model = TinyLM(layers=layers)
     if tied:
         model.head.weight = model.embedding.weight
     return model
@@ -115,10 +115,13 @@ def own_ids(seed: int = 1) -> torch.Tensor:
 
 
 def pair(
-    shard: Callable[..., torch.nn.Module] = by_hand, compile_options: Any = SMALL_CHUNKS, **options: Any
+    shard: Callable[..., torch.nn.Module] = by_hand,
+    compile_options: Any = SMALL_CHUNKS,
+    layers: int = 2,
+    **options: Any,
 ) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]:
     """Return a sharded model for eager mode, a copy of it, and the copy compiled."""
-    eager, model = shard(tiny(), **options), shard(tiny(), **options)
+    eager, model = (shard(tiny(layers=layers), **options) for _ in range(2))
     return eager, model, torch.compile(model, backend="dta", options=compile_options)
 
 
@@ -360,9 +363,9 @@ def predicted_memory() -> None:
     counting()
     begin_backward, ids = LayerGroups.begin_backward, torch.randint(31, (5 + dist.get_rank(), 60))
 
-    def settled(groups: LayerGroups, part: int) -> None:
+    def settled(groups: LayerGroups, *parts: int) -> None:
         """Begin a part when gloo has dropped its copy of what it gathers, for which it waits for all ranks."""
-        begin_backward(groups, part)
+        begin_backward(groups, *parts)
         dist.barrier()
         time.sleep(0.05)
 
@@ -383,6 +386,30 @@ def predicted_memory() -> None:
         size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
         assert estimates.gathered_bytes <= size if sweep == "auto" else estimates.gathered_bytes == size
         assert 0.9 < estimates.peak_bytes / peak < 1.1, (sweep, estimates.peak_bytes, peak)
+
+
+def strides() -> None:
+    """Check strides: as large on every rank, few further gathers, and a rank without tokens takes part."""
+    options = {**SMALL_CHUNKS, "memory_budget": 0, "stride": 2 + dist.get_rank()}
+    models = pair(compile_options=options, layers=6)
+    _, model, compiled = models
+    for seed in (1, 2):
+        both(models, lambda forward, seed=seed: weighted(forward(own_ids(seed))).backward())
+    assert dta_compile.last_plan(compiled).schedule.stride == 1 + dist.get_world_size()
+    both(models, functools.partial(crossed, order=(0, 1)))
+    both(models, functools.partial(crossed, order=(1, 0)))
+    with (
+        mock.patch.object(group, "foreach_all_gather", wraps=group.foreach_all_gather) as gathered,
+        mock.patch.object(group, "foreach_reduce", wraps=group.foreach_reduce) as reduced,
+    ):
+        weighted(compiled(own_ids())).backward()
+    # Forward each of six layers and the rest. Backward the last layer, which is a stretch; of a stretch of three layers
+    # two run again, then the third, and the first once more; of two, each once, and there is no group of the embedding.
+    assert (gathered.call_count, reduced.call_count) == (7 + 1 + 4 + 2, 7)
+    model.zero_grad()
+    none = torch.zeros(own_ids().shape, dtype=torch.bool) if dist.get_rank() else torch.ones(own_ids().shape).bool()
+    weighted(compiled(own_ids(), none)[none]).backward()
+    model.zero_grad()
 
 
 def images() -> None:
@@ -426,6 +453,7 @@ SCENARIOS = {
     "per layer, failures with all gathered": ((2,), lambda: failures("chunks")),
     "per layer, layer by layer": ((2,), layer_by_layer),
     "per layer, groups of subtrees": ((2, 4), groups_of_subtrees),
+    "per layer, strides": ((2,), strides),
     "per layer, images": ((2,), images),
     "per layer, mixed precision": ((4,), mixed_precision),
     "per layer, streaming": ((4,), streams),

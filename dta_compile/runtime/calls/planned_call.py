@@ -235,17 +235,17 @@ class _Read:
     split: SplitPrefixes | None
 
 
-def plan_call(call: Call, mode: str, wanted: Sequence[bool], groups: int = 1) -> PlannedCall:
+def plan_call(call: Call, mode: str, wanted: Sequence[bool], groups: int = 1, stride: int = 1) -> PlannedCall:
     """Read the masks of a call, build its tree and rows, and choose a schedule for the frontier values `wanted`.
 
     Args:
-        groups: number of groups of subtrees that ranks agreed on (see `Limits`).
+        groups, stride: number of groups of subtrees, and stride, that ranks agreed on (see `Limits`).
     """
     executable, ranks = call.executable, call.context.ranks
 
     def read_with_limits() -> tuple[_Read, Limits]:
         read = _read(call, wanted)
-        return read, dataclasses.replace(_limits(call, read.rows, mode), groups=groups)
+        return read, dataclasses.replace(_limits(call, read.rows, mode), groups=groups, stride=stride)
 
     read, limits = ranks.agreed(read_with_limits)
     masks, tokens, rows, tree = read.masks, read.tokens, read.rows, read.rows.tree

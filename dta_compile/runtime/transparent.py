@@ -202,49 +202,54 @@ class TreeRun:
 class Stretch:
     """Consecutive parts that receive values of which only those from parts before them are kept.
 
-    The node of its last part saves these. Its backward, which comes first, runs the other parts forward again.
+    A backward begins at the last part, or at one with frontier values. The nodes of these save what is kept, and the
+    one that comes first runs the parts before it forward again.
 
     Attributes:
         parts: numbers of its parts.
-        before: runs of all its parts but the last.
+        runs: runs of its parts so far.
         kept: until the last part has run forward: the values to keep, a tensor per chunk.
         values: in a backward, all values that parts still to go backward receive.
     """
 
     def __init__(self, parts: Sequence[int]) -> None:
         self.parts = parts
-        self.before: list[TreeRun] = []
+        self.runs: list[TreeRun] = []
         self.kept: dict[int, Sequence[torch.Tensor]] = {}
         self.values: dict[int, Sequence[torch.Tensor]] = {}
         self._written: set[int] = set()
+        self._saved: dict[int, int] = {}  # by part, how many of the values to keep its node saves
         self._lowest = parts[-1]  # that goes backward
 
     def begin(self, run: TreeRun, crossing: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Note what a part receives, before its forward."""
         self.kept |= {value: crossing[value] for value in run.part.reads if value not in self._written}
         self._written |= {*run.part.writes}
-        if run.number != self.parts[-1]:
-            self.before.append(run)
+        self.runs.append(run)
 
     def to_save(self, run: TreeRun, goes_backward: bool) -> list[torch.Tensor]:
         """Return the tensors that the node of a part saves."""
         if goes_backward:
             self._lowest = min(self._lowest, run.number)
-        if run.number != self.parts[-1]:
+        kept, is_last = self.kept, run.number == self.parts[-1]
+        if not (is_last or run.part.frontier):
             return []
-        kept, self.kept = self.kept, dict.fromkeys(self.kept, ())
+        self._saved[run.number] = len(kept)
+        if is_last:
+            self.kept = dict.fromkeys(kept, ())
         return [tensor for tensors in kept.values() for tensor in tensors]
 
     def saved(self, run: TreeRun) -> int:
         """Return the number of these tensors."""
-        return len(self.kept) * len(run.chunks) if run.number == self.parts[-1] else 0
+        return self._saved.get(run.number, 0) * len(run.chunks)
 
     def received(self, run: TreeRun, saved: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return what a part receives, for its backward, from what its node has saved."""
         chunks = len(run.chunks)
-        if run.number == self.parts[-1]:
-            self.values = {value: saved[i * chunks :][:chunks] for i, value in enumerate(self.kept)}
-            self._run_again()
+        if any(value not in self.values for value in run.part.reads):  # the first one to go backward
+            kept = list(self.kept)[: self._saved[run.number]]
+            self.values = {value: saved[i * chunks :][:chunks] for i, value in enumerate(kept)}
+            self._run_again([before for before in self.runs if before.number < run.number])
         for value in run.part.writes:  # all that read it have gone backward
             self.values.pop(value, None)
         received = [self.values[value][i] for i in range(chunks) for value in run.part.reads]
@@ -252,15 +257,15 @@ class Stretch:
             self.values = {}
         return received
 
-    def _run_again(self) -> None:
-        layers = self.before[0].call.context.layers
-        for run in self.before:
+    def _run_again(self, runs: Sequence[TreeRun]) -> None:
+        layers = self.runs[0].call.context.layers
+        for run in runs:
             if layers is not None:
                 layers.begin(run.number)
             with no_autocast():
                 received = [self.values[value][i] for i in range(len(run.chunks)) for value in run.part.reads]
                 sent, _ = run.forward_rows(received)
-            if layers is not None and run is not self.before[-1]:  # which goes backward after the last part
+            if layers is not None and run is not runs[-1]:  # which goes backward next but one
                 layers.end(run.number)
             self.values |= {value: sent[i :: len(run.part.writes)] for i, value in enumerate(run.part.writes)}
 

@@ -132,6 +132,33 @@ def test_a_parameter_that_is_written_to_before_the_backward_is_an_error(model, c
     model.zero_grad()
 
 
+class Between(TinyLM):
+    """Returns the hidden states between layers, and logits."""
+
+    def mix(self, x, pairs=None):
+        states = [x]
+        for block in self.blocks:
+            states.append(block(states[-1], pairs))
+        return *states[1:-1], self.head(self.norm(states[-1]))
+
+    def forward(self, ids, mask):
+        return self.hidden(ids, mask)
+
+
+def test_a_backward_may_begin_between_layers():
+    torch._dynamo.reset()
+    model = Between(layers=LAYERS)
+    compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS | {"sweep": "stages", "stride": 3})
+
+    def step(forward):
+        outputs = [output[MASK] for output in forward(IDS, MASK)]
+        for chosen in (outputs[1:2], outputs[2:3], outputs[:1] + outputs[3:], outputs[2:4]):
+            sum(map(weighted, chosen)).backward(retain_graph=True)
+        return outputs[-1].detach()
+
+    same(model, compiled, step, stride=3)
+
+
 def test_strides_of_packed_rows():
     """With a sink, a window and a soft cap."""
     torch._dynamo.reset()

@@ -36,7 +36,7 @@ from dta_compile.proofs.terms import Apply, Entry, Term, Terms, in_order, subter
 SMALL = 40  # bound of token positions in counterexamples for messages
 DIVISIONS = ("floor_divide", "div", "remainder", "fmod")  # operators that may compute the number of a chunk
 MOST_ROLES = 3  # values compared between query and key whose roles are all tried
-MOST_CONDITIONS = 4  # conditions on the key alone that are tried as padding
+MOST_CONDITIONS = 4  # conditions on the key alone that are tried as padding, or as what stays visible
 
 Z3_LOCK = threading.Lock()  # z3's own context serves one thread at a time
 
@@ -297,6 +297,10 @@ class _Proof:
             "a mask that hides earlier tokens in another way than padding, a sliding window or chunks: "
             + self._pair(example)
         )
+        for kept in () if window is None else self._conditions_on_key():
+            reads = z3.And(expected, z3.Or(distance < window, self.logic.boolean(kept)))
+            if self.logic.proves(self.allowed == reads, *hypotheses):
+                return dataclasses.replace(mask_class, window=window, kept=kept)
         for counted, chunk in self._divided():
             query, key = (self.logic.integer(self.terms.with_index(counted, "key", name)) for name in ("query", "key"))
             if self.logic.proves(self.allowed == z3.And(expected, query / chunk == key / chunk), *hypotheses):
@@ -351,6 +355,13 @@ class _Proof:
             closer = self.logic.counterexample(self.allowed, *hypotheses, distance <= middle)
             first, last = (middle + 1, last) if closer is None else (first, self._number(closer, distance))
         return last
+
+    def _conditions_on_key(self) -> Iterator[Term]:
+        """Yield the first conditions on the key alone in the mask, over row and key, and the opposites of them."""
+        parts = subterms(self.term)
+        conditions = (part for part in parts if part.indices - {"row"} == {"key"} and part.dtype is torch.bool)
+        for condition in itertools.islice(conditions, MOST_CONDITIONS):
+            yield from (condition, self.terms.apply(torch.ops.aten.logical_not.default, condition))
 
     def _divided(self) -> Iterator[tuple[Term, int]]:
         """Yield the integers of a token, over row and key, that the mask divides, each with its divisor."""

@@ -38,6 +38,7 @@ from dta_compile.passes.lowering import decompositions, row_loops
 from dta_compile.passes.lowering.attention.choices import recognise_choices
 from dta_compile.passes.lowering.attention.recognise import recognise_attention
 from dta_compile.passes.lowering.decompositions import capture_attention
+from dta_compile.passes.lowering.experts.row_weights import multiply_by_experts
 from dta_compile.passes.lowering.experts.selected_rows import spread_selected_rows
 from dta_compile.passes.lowering.experts.sorted_slots import unsort_slots
 from dta_compile.passes.lowering.gradient_flow import (
@@ -96,6 +97,7 @@ def lower(program: Program) -> None:
     replace_same_entries(module.graph, _inputs(module, program, *TRAINED))
     weights = set(_inputs(module, program, InputKind.PARAMETER))
     multiply_unrepeated(module.graph)
+    multiply_by_experts(module.graph)
     unrecognised = recognise_attention(module.graph, weights)
     if unrecognised is not None and not mixer_calls(module.graph):
         raise unrecognised

@@ -126,6 +126,26 @@ def test_weights_that_were_computed_outside_also_as_wide_as_the_batch_is_long(mo
         assert_equals_eager(with_weights, compiled, model, ids, lambda: model.head.weight[:WIDTH, :5] * 2, merged)
 
 
+def test_adapters_that_each_row_chooses(model):
+    model.down, model.up = (torch.nn.Parameter(torch.randn(3, *size) / 4) for size in ((WIDTH, 2), (2, WIDTH)))
+    model.flat = torch.nn.Embedding(3, 2 * WIDTH)
+    model.double()
+
+    def adapted(ids, chosen):
+        x = model.embedding(ids)
+        x = x + torch.bmm(x @ model.down[chosen], model.up.index_select(0, chosen % 3))
+        x = x + (model.flat(chosen % 3).view(-1, 2, WIDTH) @ x.mT).mT @ model.up[chosen]
+        return (run_from_embeddings(model, x),)
+
+    compiled, ids = compiled_function(adapted), shared_ids(5, 9)
+    assert_equals_eager(adapted, compiled, model, ids, torch.tensor([0, 2, 2, -3, 0]))
+    tokens = dta_compile.last_plan(compiled).stats.tree_tokens
+    with pytest.raises(IndexError, match="index 3 is out of bounds"):
+        compiled(ids, torch.tensor([0, 1, 3, 0, 0]))
+    assert_equals_eager(adapted, compiled, model, ids, torch.tensor([1, 1, 1, 1, 1]))
+    assert dta_compile.last_plan(compiled).stats.tree_tokens < tokens, "rows with the same adapter share their prefixes"
+
+
 @pytest.mark.slow
 def test_ids_of_several_codebooks(model):
     def codes(last, second):

@@ -96,7 +96,8 @@ def _find_axes(program: Program) -> None:
             expected="a symbolic size, which serves every batch",
             got=f"{tokens} tokens",
             hint="let Python not depend on the number: x.chunk(8, 1) instead of a loop over slices of so many tokens,"
-            " tables for the longest sequence so far instead of the latest; or pass dynamic=True to torch.compile",
+            " tables for the longest sequence so far instead of the latest; a recurrence over tokens (a loop,"
+            " nn.GRUCell) by dta_compile.linear_recurrence or its like; or pass dynamic=True to torch.compile",
         )
         raise AmbiguousAxes(refusal, int(tokens))  # it may have shared its symbol with a weight that is as wide
     if any(batch.free_symbols & batch_and_tokens(call)[1].free_symbols for call in calls):
@@ -132,13 +133,19 @@ def _require_own_keys(calls: list[fx.Node]) -> None:
         mixer, (_, tokens) = MIXERS[call.target], batch_and_tokens(call)
         for operand, value in mixer.over_tokens(call.args):
             if (found := sizes(value)[mixer.token_dim]) != tokens:
+                hint = "pass no past_key_values while training; in place of learned keys, train adapters (LoRA)"
+                if not found.free_symbols or not tokens.free_symbols:
+                    hint += (
+                        "; a loop over tokens (nn.GRUCell) makes values of one number of tokens: recurrences run by"
+                        " dta_compile.linear_recurrence and its like"
+                    )
                 raise RefusalError(
                     f"{mixer.name} over other tokens than the ones being trained (a KV cache, cross-attention, learned "
                     "keys before the tokens' own)",
                     where=where(call),
                     expected=f"{tokens} {operand.plural}, as many as tokens",
                     got=f"{found} {operand.plural}",
-                    hint="pass no past_key_values while training; in place of learned keys, train adapters (LoRA)",
+                    hint=hint,
                 )
 
 

@@ -25,7 +25,14 @@ from dta_compile.proofs.proven_mask import FORBIDDEN, LONGEST_ROW, MaskClass
 from dta_compile.proofs.tables import Facts, Table, read_table
 from dta_compile.proofs.terms import Leaf, Term, shown
 from dta_compile.runtime.calls.mask_values import MaskValues, mask_of
-from dta_compile.runtime.calls.sequences import Booleans, Sequences, agreed_sequences, check_sequences, joined_of, kept_depths
+from dta_compile.runtime.calls.sequences import (
+    Booleans,
+    Sequences,
+    agreed_sequences,
+    check_sequences,
+    joined_of,
+    kept_depths,
+)
 from dta_compile.runtime.path.chunk_shape import Limit
 
 

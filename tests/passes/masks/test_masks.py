@@ -409,8 +409,7 @@ CLASSES = {
     ),
     "first tokens of packed rows beside a window": (
         lambda ids, place: (
-            packed(ids, place)
-            & pairs(place, lambda query, key: (key <= query) & ((query - key < 2) | (key < 1)))
+            packed(ids, place) & pairs(place, lambda query, key: (key <= query) & ((query - key < 2) | (key < 1)))
         ),
         [(IDS, RESTARTING)],
         "window 2, and all keys where",

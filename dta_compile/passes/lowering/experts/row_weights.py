@@ -2,8 +2,8 @@
 
     torch.bmm(x, lora[adapter])         x [B, S, D], lora [E, D, R], adapter [B]
 
-A chunk has tokens of several rows, so a product by row is none of its tokens. As `dta::expert_linear` it is: every token
-has the number that its row chose, and tokens of rows with different ones are different tokens.
+A chunk has tokens of several rows, so a product by row is none of its tokens. As `dta::expert_linear` it is: every
+token has the number that its row chose, and tokens of rows with different ones are different tokens.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def _chosen_by(node: fx.Node) -> fx.Node | None:
 
 
 def _numbers(arranger: Arranger, chosen: fx.Node) -> fx.Node:
-    """Return the number `[B]` of the entry that each row chose, by the operator that chose it: it counts negative numbers
-    from the end, or refuses them, and so it does numbers that are too large."""
+    """Return the number `[B]` of the entry that each row chose, by the operator that chose it, which counts negative
+    numbers from the end, or refuses them as it does those that are too large."""
     graph, numbers = arranger.graph, _chosen_by(chosen)
     assert numbers is not None
     every = positions(graph, arranger.size(whole(chosen.args[0])[0]), numbers.meta["val"])

@@ -74,6 +74,16 @@ def test_three_batches_of_different_sizes_one_with_padding(model):
     assert_equals_eager(losses, compiled, model, shared_ids(5, 9), fewer, padded, mask)
 
 
+def test_the_plan_of_micro_batches_within_a_function_tells_of_each(model):
+    ids = shared_ids(5, 9)
+    compiled = compiled_function(lambda ids: torch.cat([model(part) for part in ids.split(2)]))
+    with torch.no_grad():
+        assert_same(compiled(ids), model(ids))
+    for _ in range(2):
+        plan = str(dta_compile.last_plan(compiled))
+    assert plan.count("2 sequences, 18 tokens") == 2 and "batch 3 of the call has a tree of its own: 1 seq" in plan
+
+
 def test_a_batch_that_depends_on_another_is_refused(model):
     def encode(ids, context):
         pooled = run_from_embeddings(model, model.embedding(context)).mean(1, keepdim=True)[..., :WIDTH]

@@ -105,8 +105,9 @@ def _find_axes(program: Program) -> None:
     # A loop over sequences makes the batch size a constant: Dynamo traces anew for another one.
     program.batch = batch if batch != 1 else None
     program.tokens = tokens
-    own = (batch, tokens), (1, tokens)  # a call over one row stands for all of them
-    others = [call for call in calls if batch_and_tokens(call) not in own]
+    needed = ancestors(call for call in calls if batch_and_tokens(call) == (batch, tokens))
+    own = (batch, tokens), (1, tokens)  # a call over one row that others read stands for all of them
+    others = [call for call in calls if call not in needed or batch_and_tokens(call) not in own]
     program.other_batches = ancestors(others)
     if others:
         program.other_batches -= ancestors(call for call in calls if call not in others)

@@ -38,7 +38,6 @@ from dta_compile.passes.lowering import decompositions, row_loops
 from dta_compile.passes.lowering.attention.choices import recognise_choices
 from dta_compile.passes.lowering.attention.recognise import recognise_attention
 from dta_compile.passes.lowering.decompositions import capture_attention
-from dta_compile.passes.lowering.experts.row_weights import multiply_by_experts
 from dta_compile.passes.lowering.experts.selected_rows import spread_selected_rows
 from dta_compile.passes.lowering.experts.sorted_slots import unsort_slots
 from dta_compile.passes.lowering.gradient_flow import (
@@ -56,6 +55,7 @@ from dta_compile.passes.lowering.one_length import OneLength
 from dta_compile.passes.lowering.repeated_calls import RepeatedCalls, merge_equal_values
 from dta_compile.passes.lowering.repeated_weights import multiply_unrepeated
 from dta_compile.passes.lowering.row_loops import select_masked_writes
+from dta_compile.passes.lowering.row_weights import multiply_by_experts
 from dta_compile.passes.lowering.same_entries import replace_same_entries
 from dta_compile.passes.lowering.shifts import shifts_to_mixers
 from dta_compile.passes.program import Program, all_nodes, ancestors, name_of, output_node, where

@@ -407,14 +407,6 @@ CLASSES = {
         "window 2, and all keys where",
         [2],
     ),
-    "first tokens of packed rows beside a window": (
-        lambda ids, place: (
-            packed(ids, place) & pairs(place, lambda query, key: (key <= query) & ((query - key < 2) | (key < 1)))
-        ),
-        [(IDS, RESTARTING)],
-        "window 2, and all keys where",
-        [2],
-    ),
     "one row": (
         lambda ids, mask: causal(ids) & mask.bool()[:, None, None, :],
         [(IDS[:1], MASK[:1])],

@@ -12,6 +12,7 @@ from dta_compile.errors import OptionError, RefusalError
 from dta_compile.explanation import Explanation, explain_engine
 from dta_compile.plan import Plan
 from dta_compile.runtime import streaming
+from dta_compile.runtime.engine import Engine
 from dta_compile.runtime.interception import Intercepted, intercept
 from dta_compile.torch_compat import frames
 
@@ -19,7 +20,7 @@ from dta_compile.torch_compat import frames
 def last_plan(compiled: Any) -> Plan:
     """Return the plan of the latest call of a compiled function or module.
 
-    A call with several batches of different sizes has a plan for each; this is the one of the first batch.
+    A call with several batches has a plan for each; this is the one of the first batch, with a note for each other one.
 
     Args:
         compiled: the result of `torch.compile(..., backend="dta")`, or a module after `.compile(backend="dta")`.
@@ -40,7 +41,19 @@ def last_plan(compiled: Any) -> Plan:
             if record.as_captured or record.graphs
             else "call it first; dta_compile.explain says why a call would not run over a tree",
         )
+    _note_further_batches(plan, next((engine.rest for engine in record.engines if engine.last_plan is plan), None))
     return plan
+
+
+def _note_further_batches(plan: Plan, engine: Engine | None) -> None:
+    """Note in the plan of a call's first batch the trees of the others, which engines behind the first one run."""
+    number, notes = 2, plan.estimates.notes
+    while engine is not None and engine.last_plan is not None:
+        stats = engine.last_plan.stats
+        counts = f"{stats.sequences:,} sequences, {stats.tokens:,} tokens, {stats.tree_tokens:,} to run"
+        note = f"batch {number} of the call has a tree of its own: {counts}"
+        notes += [note] if note not in notes else []
+        number, engine = number + 1, engine.rest
 
 
 def streaming_step(

@@ -103,19 +103,22 @@ def _mark(example: torch.Tensor, traced: torch.Tensor) -> bool:
 
 
 def _mark_rows(node: fx.Node, data: Sequence[fx.Node]) -> bool:
-    """Mark the rows of a leaf `[B, D]` or `[B]` as dynamic if the trace made as many rows of other inputs a constant.
+    """Mark the rows of a leaf `[B, D]` or `[B]`, and the tokens of one `[B, S]`, as dynamic if the trace made as many
+    rows or tokens of other inputs a constant.
 
-    A leaf may be a weight, whose sizes are constants; so is the number of rows, then, that are combined with it.
+    A leaf may be a weight, whose sizes are constants; so is then the number of rows or tokens that it is combined with.
     """
     value, grapharg = node.meta.get("example_value"), node.meta.get("grapharg")
     if grapharg is None or isinstance(grapharg.example, torch.nn.Parameter):
         return False
     if not is_weight(value) or value.dim() == 0 or getattr(grapharg.example, MARKED, False):
         return False
-    rows = [expression(other.meta["example_value"].shape[0]) for other in data if other.meta["example_value"].dim() > 1]
-    if value.shape[0] == 1 or expression(value.shape[0]) not in rows:
+    shapes = [other.meta["example_value"].shape for other in data if other.meta["example_value"].dim() > 1]
+    sizes = enumerate(map(expression, value.shape))
+    fixed = [dim for dim, size in sizes if size != 1 and size in [expression(shape[dim]) for shape in shapes]]
+    if not fixed:
         return False
-    maybe_mark_dynamic(grapharg.example, [0])
+    maybe_mark_dynamic(grapharg.example, fixed)
     setattr(grapharg.example, MARKED, True)
     return True
 

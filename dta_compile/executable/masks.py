@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from dta_compile.proofs.proof import Unproven
 
 HINT = (
-    "use a causal mask, a sliding window or chunks of the sequence, and padding from one mask; first tokens that stay"
-    " visible beside a window (StreamingLLM) are not supported: train without the window, or with it alone"
+    "use a causal mask, a sliding window (also with tokens that stay visible beside it, such as the first ones) or"
+    " chunks of the sequence, and padding from one mask"
 )
 
 

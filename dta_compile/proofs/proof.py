@@ -36,7 +36,7 @@ from dta_compile.proofs.terms import Apply, Entry, Term, Terms, in_order, subter
 SMALL = 40  # bound of token positions in counterexamples for messages
 DIVISIONS = ("floor_divide", "div", "remainder", "fmod")  # operators that may compute the number of a chunk
 MOST_ROLES = 3  # values compared between query and key whose roles are all tried
-MOST_CONDITIONS = 4  # conditions on the key alone that are tried as padding
+MOST_CONDITIONS = 4  # conditions on the key alone that are tried as padding, or as what stays visible
 
 Z3_LOCK = threading.Lock()  # z3's own context serves one thread at a time
 
@@ -74,14 +74,16 @@ def classify(term: Term, sizes: Mapping[str, sympy.Expr], facts: Facts) -> MaskC
     """
     refused, is_decided = None, False
     with Z3_LOCK:
-        for float_role, integer_role in (("binary", ""), ("bias", ""), ("binary", "binary")):
+        roles = ("binary", ""), ("bias", ""), ("binary", "binary")
+        # Padding that may read itself comes first: it is no window of one token beside which real tokens stay visible.
+        for with_kept, (float_role, integer_role) in itertools.product((False, True), roles):
             if integer_role and is_decided:
-                break  # the answer does not depend on what integers are taken for
+                continue  # the answer does not depend on what integers are taken for
             logic = Logic(Terms(in_order(term)), sizes, facts, float_role, integer_role)
             try:
-                return _Proof(term, logic).classify()
+                return _Proof(term, logic, with_kept=with_kept).classify()
             except Unproven as error:
-                if (mask_class := _by_a_condition(term, logic)) is not None:
+                if (mask_class := _by_a_condition(term, logic, with_kept)) is not None:
                     return mask_class
                 refused, is_decided = refused or error, True
             except Untranslatable as error:
@@ -109,7 +111,7 @@ def forbidden_by(term: Term, sizes: Mapping[str, sympy.Expr], facts: Facts) -> f
     return None
 
 
-def _by_a_condition(term: Term, logic: Logic) -> MaskClass | None:
+def _by_a_condition(term: Term, logic: Logic, with_kept: bool) -> MaskClass | None:
     """Return the class of a mask that lets padding attend to itself or others, with a condition on the key as padding.
 
     Returns None if no condition gives a provable class. As with any padding, its outputs are not computed, and a
@@ -122,7 +124,7 @@ def _by_a_condition(term: Term, logic: Logic) -> MaskClass | None:
             other = Logic(Terms(in_order(term)), logic.sizes, logic.facts, logic.float_role, logic.integer_role)
             real = condition if is_real else other.terms.apply(torch.ops.aten.logical_not.default, condition)
             with contextlib.suppress(*undecided):
-                proof = _Proof(term, other, real)
+                proof = _Proof(term, other, real, with_kept)
                 # Without this, tokens that attend to nothing would be the real ones, and those that do the padding.
                 if other.proves(z3.Implies(proof.valid_key, proof.self_allowed)):
                     return proof.classify()
@@ -134,9 +136,11 @@ class _Proof:
 
     Args:
         real: term over "row" and "key" for the real tokens; None: the tokens that may attend to themselves.
+        with_kept: look for tokens that stay visible beside a window, too.
     """
 
-    def __init__(self, term: Term, logic: Logic, real: Term | None = None) -> None:
+    def __init__(self, term: Term, logic: Logic, real: Term | None = None, with_kept: bool = False) -> None:
+        self.with_kept = with_kept
         self.term, self.logic, self.terms = term, logic, logic.terms
         self.query, self.key = logic.variable("query"), logic.variable("key")
         self.allowed = self._allowed(term)
@@ -297,6 +301,10 @@ class _Proof:
             "a mask that hides earlier tokens in another way than padding, a sliding window or chunks: "
             + self._pair(example)
         )
+        for kept in self._conditions_on_key() if self.with_kept and window is not None else ():
+            reads = z3.And(expected, z3.Or(distance < window, self.logic.boolean(kept)))
+            if self.logic.proves(self.allowed == reads, *hypotheses):
+                return dataclasses.replace(mask_class, window=window, kept=kept)
         for counted, chunk in self._divided():
             query, key = (self.logic.integer(self.terms.with_index(counted, "key", name)) for name in ("query", "key"))
             if self.logic.proves(self.allowed == z3.And(expected, query / chunk == key / chunk), *hypotheses):
@@ -351,6 +359,13 @@ class _Proof:
             closer = self.logic.counterexample(self.allowed, *hypotheses, distance <= middle)
             first, last = (middle + 1, last) if closer is None else (first, self._number(closer, distance))
         return last
+
+    def _conditions_on_key(self) -> Iterator[Term]:
+        """Yield the first conditions on the key alone in the mask, over row and key, and the opposites of them."""
+        parts = subterms(self.term)
+        conditions = (part for part in parts if part.indices - {"row"} == {"key"} and part.dtype is torch.bool)
+        for condition in itertools.islice(conditions, MOST_CONDITIONS):
+            yield from (condition, self.terms.apply(torch.ops.aten.logical_not.default, condition))
 
     def _divided(self) -> Iterator[tuple[Term, int]]:
         """Yield the integers of a token, over row and key, that the mask divides, each with its divisor."""

@@ -37,6 +37,8 @@ class MaskClass:
 
     Attributes:
         window: number of tokens attended to, including the token itself.
+        kept: with `window`: whether a token stays visible beyond it (None: none do). That depends on the number of
+            tokens of its sequence before it alone.
         chunk: length of chunks of a sequence; tokens attend only to tokens of their own chunk.
         counted: with `chunk`: a multiple of `chunk` at the first token of a sequence, which grows by one from each real
             token to the next. The number of a chunk is `counted // chunk`.
@@ -54,6 +56,7 @@ class MaskClass:
     """
 
     window: int | None = None
+    kept: Term | None = None
     chunk: int | None = None
     counted: Term | None = None
     valid: Term | None = None
@@ -71,7 +74,7 @@ class MaskClass:
     @property
     def terms(self) -> tuple[Term, ...]:
         """Return all terms in it."""
-        single = tuple(term for term in (self.counted, self.valid) if term is not None)
+        single = tuple(term for term in (self.kept, self.counted, self.valid) if term is not None)
         return (*single, *self.of_blocks, *self.segments, *self.positions, *self.binary, *self.bias, *self.bounded)
 
     @property
@@ -81,6 +84,8 @@ class MaskClass:
 
     def __str__(self) -> str:
         parts = ["causal" if self.window is None else f"causal, window {self.window}"]
+        if self.kept is not None:
+            parts.append(f"and all keys where {shown(self.kept)}")
         if self.counted is not None:
             parts.append(f"chunks of {self.chunk} by {shown(self.counted)}")
         if self.valid is not None:

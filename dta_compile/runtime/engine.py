@@ -46,6 +46,7 @@ from dta_compile.runtime.returned_cache import ReturnedCache
 from dta_compile.runtime.transparent import dense_frontier, no_autocast
 from dta_compile.runtime.verification.self_check import self_check, verified
 from dta_compile.runtime.written import write
+from dta_compile.torch_compat.tensors import FakeTensor
 
 logger = logging.getLogger("dta_compile")
 
@@ -100,6 +101,9 @@ class Engine:
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """Return the outputs of the captured graph for its inputs."""
+        if any(isinstance(arg, torch.Tensor) and (arg.is_meta or isinstance(arg, FakeTensor)) for arg in args):
+            logger.info("dta: a call on tensors without values runs as captured: these have no prefixes")
+            return tuple(as_captured(self.captured)(*args))
         if interception.is_active():  # the handler may read any parameter
             gather_all()
         intercepted = interception.handle(self, args)

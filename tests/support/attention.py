@@ -39,12 +39,13 @@ class Case:
     bias: int = 0
     chunk: int = 0
     units: bool = False
+    kept: tuple[int, ...] = ()
 
     @property
     def limit(self) -> Limit | None:
         if self.chunk:
             return Limit(self.chunk, by_chunks=True)
-        return Limit(self.window) if self.window else None
+        return Limit(self.window, kept=self.kept) if self.window else None
 
     @property
     def scale(self) -> float:
@@ -111,6 +112,7 @@ def ancestry(case: Case) -> torch.Tensor:
         depth = len(path) - 1
         in_chunk = depth % case.chunk + 1 if case.chunk else len(path)
         allowed[query, path[: min(in_chunk, case.window or len(path))]] = True
+        allowed[query, [path[depth - kept] for kept in case.kept if kept <= depth]] = True
     for first, last in shape.units if case.units else ():
         unit = slice(shape.start + first, shape.start + last)
         allowed[unit, unit] |= ~torch.ones(last - first, last - first, dtype=torch.bool).tril()

@@ -73,7 +73,9 @@ class Traced:
         if masks.limits[0] is not None:
             depths = torch.from_numpy(masks.valid).cumsum(1) - 1
             depths = depths - torch.gather(depths, 1, starts_of).clamp(min=0)
-            expected = expected & (depths[:, None] >= masks.limits[0].first(depths)[:, :, None])
+            limit = masks.limits[0]
+            kept = torch.isin(depths, torch.tensor(limit.kept, dtype=torch.long))
+            expected = expected & ((depths[:, None] >= limit.first(depths)[:, :, None]) | kept[:, None])
         real = torch.from_numpy(masks.valid)[:, :, None]
         assert torch.equal(allowed & real, expected & real), f"{masks.classes[0]}: {self.mask.term}"
         return masks

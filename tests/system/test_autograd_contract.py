@@ -507,3 +507,11 @@ def test_a_value_without_batch_axis_comes_back_without_one(rows):
         return logits, positions
 
     assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
+
+
+def test_tensors_without_values_have_the_shapes_of_results():
+    """Of a model on the meta device, say, whose operators or bytes somebody counts: there are no prefixes to share."""
+    torch._dynamo.reset()
+    empty = BareLM().to("meta")
+    out = torch.compile(empty, backend="dta")(IDS.to("meta"))
+    assert out.is_meta and out.shape == empty(IDS.to("meta")).shape

@@ -140,6 +140,26 @@ def test_vectors_of_rows_and_adapters(is_leaf):
         assert dta_compile.last_plan(compiled).stats.compression == 1
 
 
+def test_a_number_per_token_with_a_gradient_beside_ids():
+    """A leaf `[B, S]`, which might be a weight, has the tokens of other inputs: its sizes are no constants then."""
+    torch.compiler.reset()
+    model = BareLM()
+
+    def scaled(ids, each):
+        return model.head(model.mix(model.embedding(ids) * each[..., None]))
+
+    compiled = torch.compile(scaled, backend="dta", options={"codegen": "eager"})
+
+    def run(function, ids):
+        each = torch.linspace(0.5, 2, ids.numel(), dtype=torch.float64).view(ids.shape).requires_grad_()
+        out = function(ids, each)
+        weighted(out).backward()
+        return out.detach(), each.grad
+
+    for ids in (IDS, IDS[:3, :5]):
+        assert_same(*(after(model, lambda f=f, ids=ids: run(f, ids)) for f in (compiled, scaled)))
+
+
 def test_equal_embeddings_have_gradients_of_their_own(caplog):
     """Rows that are equal in content alone share nothing, which is said once."""
     torch.compiler.reset()

@@ -74,6 +74,16 @@ def test_three_batches_of_different_sizes_one_with_padding(model):
     assert_equals_eager(losses, compiled, model, shared_ids(5, 9), fewer, padded, mask)
 
 
+def test_the_plan_of_micro_batches_within_a_function_tells_of_each(model):
+    ids = shared_ids(5, 9)
+    compiled = compiled_function(lambda ids: torch.cat([model(part) for part in ids.split(2)]))
+    with torch.no_grad():
+        assert_same(compiled(ids), model(ids))
+    for _ in range(2):
+        plan = str(dta_compile.last_plan(compiled))
+    assert plan.count("batch 2 of the call has a tree of its own: 1 sequences, 9 tokens, 9 to run") == 1
+
+
 def test_a_batch_that_depends_on_another_is_refused(model):
     def encode(ids, context):
         pooled = run_from_embeddings(model, model.embedding(context)).mean(1, keepdim=True)[..., :WIDTH]
@@ -124,6 +134,26 @@ def test_weights_that_were_computed_outside_also_as_wide_as_the_batch_is_long(mo
     for batch in ((16, 16), (5, 9)):
         ids = shared_ids(*batch)
         assert_equals_eager(with_weights, compiled, model, ids, lambda: model.head.weight[:WIDTH, :5] * 2, merged)
+
+
+def test_adapters_that_each_row_chooses(model):
+    model.down, model.up = (torch.nn.Parameter(torch.randn(3, *size) / 4) for size in ((WIDTH, 2), (2, WIDTH)))
+    model.flat = torch.nn.Embedding(3, 2 * WIDTH)
+    model.double()
+
+    def adapted(ids, chosen):
+        x = model.embedding(ids)
+        x = x + torch.bmm(x @ model.down[chosen], model.up.index_select(0, chosen % 3))
+        x = x + (model.flat(chosen % 3).view(-1, 2, WIDTH) @ x.mT).mT @ model.up[chosen]
+        return (run_from_embeddings(model, x),)
+
+    compiled, ids = compiled_function(adapted), shared_ids(5, 9)
+    assert_equals_eager(adapted, compiled, model, ids, torch.tensor([0, 2, 2, -3, 0]))
+    tokens = dta_compile.last_plan(compiled).stats.tree_tokens
+    with pytest.raises(IndexError, match="index 3 is out of bounds"):
+        compiled(ids, torch.tensor([0, 1, 3, 0, 0]))
+    assert_equals_eager(adapted, compiled, model, ids, torch.tensor([1, 1, 1, 1, 1]))
+    assert dta_compile.last_plan(compiled).stats.tree_tokens < tokens, "rows with the same adapter share their prefixes"
 
 
 @pytest.mark.slow

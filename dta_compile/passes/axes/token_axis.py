@@ -96,7 +96,8 @@ def _find_axes(program: Program) -> None:
             expected="a symbolic size, which serves every batch",
             got=f"{tokens} tokens",
             hint="let Python not depend on the number: x.chunk(8, 1) instead of a loop over slices of so many tokens,"
-            " tables for the longest sequence so far instead of the latest; or pass dynamic=True to torch.compile",
+            " tables for the longest sequence so far instead of the latest; a recurrence over tokens (a loop,"
+            " nn.GRUCell) by dta_compile.linear_recurrence or its like; or pass dynamic=True to torch.compile",
         )
         raise AmbiguousAxes(refusal, int(tokens))  # it may have shared its symbol with a weight that is as wide
     if any(batch.free_symbols & batch_and_tokens(call)[1].free_symbols for call in calls):
@@ -104,8 +105,9 @@ def _find_axes(program: Program) -> None:
     # A loop over sequences makes the batch size a constant: Dynamo traces anew for another one.
     program.batch = batch if batch != 1 else None
     program.tokens = tokens
-    own = (batch, tokens), (1, tokens)  # a call over one row stands for all of them
-    others = [call for call in calls if batch_and_tokens(call) not in own]
+    needed = ancestors(call for call in calls if batch_and_tokens(call) == (batch, tokens))
+    own = (batch, tokens), (1, tokens)  # a call over one row that others read stands for all of them
+    others = [call for call in calls if call not in needed or batch_and_tokens(call) not in own]
     program.other_batches = ancestors(others)
     if others:
         program.other_batches -= ancestors(call for call in calls if call not in others)
@@ -132,13 +134,19 @@ def _require_own_keys(calls: list[fx.Node]) -> None:
         mixer, (_, tokens) = MIXERS[call.target], batch_and_tokens(call)
         for operand, value in mixer.over_tokens(call.args):
             if (found := sizes(value)[mixer.token_dim]) != tokens:
+                hint = "pass no past_key_values while training; in place of learned keys, train adapters (LoRA)"
+                if not found.free_symbols or not tokens.free_symbols:
+                    hint += (
+                        "; a loop over tokens (nn.GRUCell) makes values of one number of tokens: recurrences run by"
+                        " dta_compile.linear_recurrence and its like"
+                    )
                 raise RefusalError(
                     f"{mixer.name} over other tokens than the ones being trained (a KV cache, cross-attention, learned "
                     "keys before the tokens' own)",
                     where=where(call),
                     expected=f"{tokens} {operand.plural}, as many as tokens",
                     got=f"{found} {operand.plural}",
-                    hint="pass no past_key_values while training; in place of learned keys, train adapters (LoRA)",
+                    hint=hint,
                 )
 
 

@@ -55,6 +55,7 @@ from dta_compile.passes.lowering.one_length import OneLength
 from dta_compile.passes.lowering.repeated_calls import RepeatedCalls, merge_equal_values
 from dta_compile.passes.lowering.repeated_weights import multiply_unrepeated
 from dta_compile.passes.lowering.row_loops import select_masked_writes
+from dta_compile.passes.lowering.row_weights import multiply_by_experts
 from dta_compile.passes.lowering.same_entries import replace_same_entries
 from dta_compile.passes.lowering.shifts import shifts_to_mixers
 from dta_compile.passes.program import Program, all_nodes, ancestors, name_of, output_node, where
@@ -96,6 +97,7 @@ def lower(program: Program) -> None:
     replace_same_entries(module.graph, _inputs(module, program, *TRAINED))
     weights = set(_inputs(module, program, InputKind.PARAMETER))
     multiply_unrepeated(module.graph)
+    multiply_by_experts(module.graph)
     unrecognised = recognise_attention(module.graph, weights)
     if unrecognised is not None and not mixer_calls(module.graph):
         raise unrecognised

@@ -262,7 +262,8 @@ class OneLength:
             hint="write the mapped axis out: operators take a batch as it is"
             if is_mapped
             else "let Python not depend on the number of tokens (x.chunk(8, 1) instead of a loop over slices of so "
-            "many tokens), or pad to a length that no feature size of the model is equal to",
+            "many tokens; a recurrence by dta_compile.linear_recurrence or its like), or pad to a length that no "
+            "feature size of the model is equal to",
         )
 
 

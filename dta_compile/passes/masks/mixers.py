@@ -238,6 +238,11 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
             "a recurrence over tokens runs over the tree if it calls dta_compile.linear_recurrence, linear_attention,"
             " gated_delta_rule, selective_scan or short_convolution in place of a loop or a cumulative sum"
         )
+    elif mixed.reason.endswith("along the batch axis"):
+        hint = (
+            "rows see each other before the last attention, where what they share is computed once: combine rows behind"
+            " it, or outside of the compiled function"
+        )
     elif name.startswith("aten.split"):
         hint = "streams one after the other along the token axis (ProphetNet's n-grams) belong on an axis of their own"
     elif name.startswith(("aten.max.", "aten.amax.", "aten.aminmax.")):

@@ -114,7 +114,11 @@ def keys_above(
     own = ((table.begins if units else number) <= own_number) & (own_number < table.ends)
     if limit is not None:
         first = limit.first(depths)
-        in_prefix, own = in_prefix & (above >= first), own & (table.depths >= first)
+        near, own_near = above >= first, table.depths >= first
+        if limit.kept:
+            kept = torch.tensor(limit.kept, device=number.device)
+            near, own_near = near | torch.isin(above, kept), own_near | torch.isin(table.depths, kept)
+        in_prefix, own = in_prefix & near, own & own_near
     return torch.cat([in_prefix, own], 1)
 
 

@@ -25,7 +25,14 @@ from dta_compile.proofs.proven_mask import FORBIDDEN, LONGEST_ROW, MaskClass
 from dta_compile.proofs.tables import Facts, Table, read_table
 from dta_compile.proofs.terms import Leaf, Term, shown
 from dta_compile.runtime.calls.mask_values import MaskValues, mask_of
-from dta_compile.runtime.calls.sequences import Booleans, Sequences, agreed_sequences, check_sequences, joined_of
+from dta_compile.runtime.calls.sequences import (
+    Booleans,
+    Sequences,
+    agreed_sequences,
+    check_sequences,
+    joined_of,
+    kept_depths,
+)
 from dta_compile.runtime.path.chunk_shape import Limit
 
 
@@ -40,6 +47,7 @@ class ReadMasks:
         fillers: by attention layer, the largest finite number that its mask hides keys by; -inf without one.
         joined: `[B, S]` real tokens that read, and are read by, the real token before them: those of a block but its
             first. None: no layer has blocks.
+        kept: by attention layer, the depths of tokens that stay visible beyond its window.
         classes: mask class by attention layer. A mixer without a mask takes all tokens of a row for real and for one
             sequence, except recurrences, which then follow the masks of other layers.
     """
@@ -49,11 +57,12 @@ class ReadMasks:
     joined: Booleans | None
     classes: list[MaskClass]
     fillers: list[float]
+    kept: list[tuple[int, ...]]
 
     @property
     def limits(self) -> list[Limit | None]:
         """Attention span by attention layer; None: a token attends to all tokens above it."""
-        return [_limit(mask_class) for mask_class in self.classes]
+        return [_limit(mask_class, kept) for mask_class, kept in zip(self.classes, self.kept, strict=True)]
 
     @property
     def from_first(self) -> bool:
@@ -84,10 +93,10 @@ def _goes_by_others(layer: MixerLayer) -> bool:
     return isinstance(layer, RecurrentLayer) and layer.mask is None
 
 
-def _limit(mask_class: MaskClass) -> Limit | None:
+def _limit(mask_class: MaskClass, kept: tuple[int, ...]) -> Limit | None:
     if mask_class.chunk is not None:
         return Limit(mask_class.chunk, by_chunks=True)
-    return None if mask_class.window is None else Limit(mask_class.window)
+    return None if mask_class.window is None else Limit(mask_class.window, kept=kept)
 
 
 def read_masks(
@@ -118,11 +127,13 @@ def read_masks(
     starts: Booleans | None = None
     joined: Booleans | None = None
     with_blocks = [mask_class for mask_class in distinct if mask_class.block is not None]
-    if with_blocks or any(mask_class.segments or mask_class.positions or mask_class.chunk for mask_class in distinct):
+    kept: dict[MaskClass, tuple[int, ...]] = {}
+    if with_blocks or any(one.segments or one.positions or one.chunk or one.kept for one in distinct):
         rows = Sequences.rows_of(valid)
         sequences = agreed_sequences(reader, distinct, rows)
         for mask_class in distinct:
             check_sequences(reader, mask_class, sequences)
+            kept[mask_class] = kept_depths(reader, mask_class, sequences)
         if not torch.equal(sequences.begins, rows.begins):
             starts = sequences.on_batch(sequences.begins, on_host)
         if with_blocks:
@@ -136,7 +147,8 @@ def read_masks(
         _require_contiguous(on_host, starts, "a recurrence runs over it")
         reader.require_silence(valid)
     spans = [classes[layer.mask] for layer in layers if isinstance(layer, AttentionLayer)]
-    return ReadMasks(on_host, starts, joined, spans, [fillers[mask_class] for mask_class in spans])
+    of_spans = [fillers[mask_class] for mask_class in spans], [kept.get(mask_class, ()) for mask_class in spans]
+    return ReadMasks(on_host, starts, joined, spans, *of_spans)
 
 
 class _Reader(MaskValues):

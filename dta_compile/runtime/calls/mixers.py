@@ -19,6 +19,7 @@ from dta_compile.proofs.proven_mask import CERTAIN
 from dta_compile.runtime.attention.chosen_keys import Blockwise, ChoiceRuntime
 from dta_compile.runtime.attention.compressed_keys import CompressedRuntime
 from dta_compile.runtime.attention.interface import Provider
+from dta_compile.runtime.attention.kept_keys import KeptKeys
 from dta_compile.runtime.attention.layer import AttentionRuntime, provider_of
 from dta_compile.runtime.calls.masks import ReadMasks
 from dta_compile.runtime.path.chunk_shape import Limit
@@ -53,7 +54,10 @@ def _attention(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
     key = layer.states, layer.scoring
     if key not in context.providers:
         context.providers[key] = provider_of(layer, context.device, context.attention)
-    return AttentionRuntime(context.providers[key], context.limits[layer.index], layer.index in context.units)
+    provider, limit = context.providers[key], context.limits[layer.index]
+    if limit is not None and limit.kept:
+        provider = KeptKeys(provider)
+    return AttentionRuntime(provider, limit, layer.index in context.units)
 
 
 def _over_chosen(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
@@ -85,6 +89,7 @@ def _with_compressed(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
             else "packed rows, or padding before or inside of a sequence",
             hint="pass one sequence per row, padded on the right",
         )
+    _require_one_range(layer, context)
     return CompressedRuntime(attention.provider, attention.limit)
 
 
@@ -98,8 +103,21 @@ def _choice(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
             got="padding before a sequence, or several sequences in a row",
             hint="pass one sequence per row, padded on the right",
         )
+    _require_one_range(layer, context)
     limit = context.limits[layer.index]
     return ChoiceRuntime(limit, context.tokens, context.from_first, layer.where, layer.forced)
+
+
+def _require_one_range(layer: MixerLayer, context: LayerContext) -> None:
+    """Raise `RefusalError` if some tokens stay visible beyond the window of a layer."""
+    limit = context.limits[layer.index]
+    if limit is not None and limit.kept:
+        raise RefusalError(
+            "tokens stay visible beside the sliding window of a layer that chooses keys or compresses them",
+            where=layer.where,
+            expected="a window alone",
+            got=f"a window of {limit.tokens}, and the keys at {len(limit.kept)} other depths",
+        )
 
 
 def _recurrence(layer: MixerLayer, context: LayerContext) -> AnyRuntime:

@@ -158,6 +158,25 @@ def check_sequences(masks: MaskValues, mask_class: MaskClass, sequences: Sequenc
         _require_aligned(masks, mask_class.counted, mask_class.chunk, sequences)
 
 
+def kept_depths(masks: MaskValues, mask_class: MaskClass, sequences: Sequences) -> tuple[int, ...]:
+    """Return the depths of the tokens that stay visible beyond a window; raise unless depths tell them."""
+    if mask_class.kept is None or not len(sequences.places):
+        return ()
+    is_kept, depths = sequences.at(masks.value(mask_class.kept)), sequences.depths
+    every, kept = depths.bincount(), depths[is_kept].bincount(minlength=int(depths.max()) + 1)
+    if (number := sequences.first(is_kept & (kept < every)[depths])) is not None:
+        row, column = sequences.where(number)
+        depth = int(depths[number])
+        raise RuntimeContractError(
+            "the tokens that stay visible beside a sliding window are others in each sequence",
+            where=masks.inputs(mask_class.kept),
+            expected=f"{shown(mask_class.kept)} to be alike at all tokens with {depth} tokens of their sequence before",
+            got=f"a token that stays visible at row {row}, token {column}, and another one that does not",
+            hint="let positions count from 0 in every sequence, or pad on the right",
+        )
+    return tuple(kept.nonzero()[:, 0].tolist())
+
+
 def _require_consecutive(masks: MaskValues, term: Term, sequences: Sequences) -> None:
     if term.dtype is torch.int64:
         masks.require_bounded(term)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dta_compile.errors import RuntimeContractError
+from dta_compile.errors import RefusalError, RuntimeContractError
 from dta_compile.executable.executable import ChunkInput
 from dta_compile.plan.simulate import Simulation
 from dta_compile.plan.tree.lexicographic import codes_of, combine
@@ -51,6 +51,12 @@ class Facts(NamedTuple):
 def facts_of(own: PlannedCall) -> Facts:
     """Return what this rank tells the others."""
     executable, masks = own.executable, own.masks
+    if any(masks.kept):
+        raise RefusalError(
+            "one tree over ranks has sliding windows alone, without tokens that stay visible beside them",
+            got=f"the keys at {len(max(masks.kept, key=len))} depths beside a window",
+            hint="compile without options={'mesh': ...}: each rank runs a tree of its own",
+        )
     places = np.flatnonzero(masks.valid)
     starts = masks.starts
     if starts is None:
@@ -154,4 +160,4 @@ def masks_of(facts: Sequence[Facts]) -> ReadMasks | None:
     columns = max(of_rank.columns for of_rank in some)
     from_first = all(of_rank.from_first for of_rank in some)
     valid = np.ones((1, columns), np.bool_)
-    return ReadMasks(valid, None if from_first else np.zeros_like(valid), None, classes, fillers)
+    return ReadMasks(valid, None if from_first else np.zeros_like(valid), None, classes, fillers, [()] * len(classes))

@@ -29,10 +29,17 @@ class Limit(NamedTuple):
         tokens: most tokens that a token reads, itself included.
         by_chunks: chunked attention: sequences are divided into chunks of `tokens` tokens, and a token reads those of
             its own; else a sliding window. (Not the chunks of a schedule, which `ChunkShape` describes.)
+        kept: depths of tokens that all later ones read, ascending, beside a sliding window (StreamingLLM's first ones).
     """
 
     tokens: int
     by_chunks: bool = False
+    kept: tuple[int, ...] = ()
+
+    @property
+    def range(self) -> Limit:
+        """Return the one range of keys that a token reads, without those that are kept."""
+        return self._replace(kept=())
 
     def first(self, depths: Numbers) -> Numbers:
         """Return the depth of the first key that a token at each depth reads; may be negative."""

@@ -395,6 +395,18 @@ CLASSES = {
         r"chunks of 2 by rest\S*\[row, key\], a sequence for each .*, consecutive",
         [2, 2, 2],
     ),
+    "first tokens beside a window": (
+        lambda ids: causal(ids) & (near(ids, 3) | (positions(ids)[1] < 2)),
+        [(IDS,), (LONGER,), (IDS[:, :2],)],
+        "window 3, and all keys where key < 2",
+        [3, 3, 3],
+    ),
+    "every fourth token beside a window, by what is hidden": (
+        lambda ids: ~((positions(ids)[1] > positions(ids)[0]) | ~near(ids, 2) & (positions(ids)[1] % 4 != 3)),
+        [(LONGER,)],
+        "window 2, and all keys where",
+        [2],
+    ),
     "one row": (
         lambda ids, mask: causal(ids) & mask.bool()[:, None, None, :],
         [(IDS[:1], MASK[:1])],
@@ -696,6 +708,12 @@ REFUSED = {
         (IDS,),
         RefusalError,
         "hides every token 0 from itself",
+    ),
+    "other tokens of each row beside a window": (
+        lambda ids: causal(ids) & (near(ids, 3) | (ids == 5)[:, None, None, :]),
+        (IDS,),
+        RuntimeContractError,
+        "stay visible beside a sliding window are others in each sequence",
     ),
     "no first tokens": (
         lambda ids: causal(ids) & (positions(ids)[1] > 1),

@@ -16,6 +16,7 @@ from dta_compile.plan import Chunk, PrefixTree, Segment, Slice, segments
 from dta_compile.runtime.attention import chosen_keys, cpu, cpu_parts
 from dta_compile.runtime.attention.chosen_keys import Blockwise
 from dta_compile.runtime.attention.cpu import FlashCPU
+from dta_compile.runtime.attention.kept_keys import KeptKeys
 from dta_compile.runtime.attention.reference import Reference
 from dta_compile.runtime.path.chunk_shape import ChunkShape
 from tests.support.attention import FORKED, TIGHT, Case, Run, ancestry, cases, check_unread, shapes, unread
@@ -45,6 +46,17 @@ def test_biases_by_distance(case, extent, pairs):
     case = dataclasses.replace(case, bias=extent, with_sinks=False, units=False)
     with mock.patch.object(chosen_keys, "MOST_PAIRS", pairs):
         Run(case, Blockwise).check()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    case=cases(shapes()),
+    window=st.integers(1, 12),
+    kept=st.sampled_from([(), (0,), (0, 1, 2), (3, 7, 11, 19, 40)]),
+    make=st.sampled_from([Blockwise, lambda: KeptKeys(FlashCPU()), lambda: KeptKeys(Reference())]),
+)
+def test_tokens_that_stay_visible_beside_a_window(case, window, kept, make):
+    Run(dataclasses.replace(case, window=window, chunk=0, units=False, kept=kept), make).check()
 
 
 @settings(max_examples=150, deadline=None)

@@ -42,9 +42,9 @@ from benchmarks.methods.ours import compile_logprobs
 from dta_compile.executable.pieces import Piece
 from dta_compile.plan.summary import MeasuredRun
 from dta_compile.runtime.attention import layer
-from dta_compile.runtime.attention.interface import Operands, Tensors
+from dta_compile.runtime.attention.provider import Operands, Tensors
 from dta_compile.runtime.calls.executor import Executor
-from dta_compile.runtime.replay import lease
+from dta_compile.runtime.cuda_graphs import arenas
 
 aten = torch.ops.aten
 SCALE = 32  # divisor of all lengths
@@ -207,16 +207,16 @@ def _computing_nothing(replay: bool) -> Iterator[None]:
     """Replace attention, and replays of graphs, by stand-ins that compute nothing."""
     with (
         mock.patch.dict(layer.PROVIDERS, {"reference": lambda *_: NoAttention()}),
-        mock.patch.object(lease.ReplayCache, "pays", lambda *_: replay),
-        mock.patch.object(lease.Recorded, "of", _recorded),
+        mock.patch.object(arenas.ReplayCache, "pays", lambda *_: replay),
+        mock.patch.object(arenas.Recorded, "of", _recorded),
     ):
         yield
 
 
-def _recorded(record: Any, run: Any, tensors: Sequence[torch.Tensor], copied: Sequence[bool]) -> lease.Recorded:
+def _recorded(record: Any, run: Any, tensors: Sequence[torch.Tensor], copied: Sequence[bool]) -> arenas.Recorded:
     """Run a graph once; return a stand-in whose replays only copy inputs and outputs."""
     inputs = [torch.empty_like(tensor) if copy else None for tensor, copy in zip(tensors, copied, strict=True)]
-    return lease.Recorded(inputs, run(list(tensors)), lambda: None)
+    return arenas.Recorded(inputs, run(list(tensors)), lambda: None)
 
 
 @functools.lru_cache(maxsize=1)  # shared by the runs with and without replay

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dta_compile import errors, registration
 from dta_compile.plan import Plan, Schedule, balance, plan
 from dta_compile.rollouts import RolloutTree
-from dta_compile.views.picture import picture
+from dta_compile.views.page_data import picture
 
 if TYPE_CHECKING:
     from dta_compile.api import explain, last_plan, streaming_step

@@ -35,10 +35,10 @@ from dta_compile.passes import GraphWithoutAttention, Program, run_passes
 from dta_compile.passes.contracts import ContractError
 from dta_compile.passes.lowering.one_length import symbol_of_length
 from dta_compile.passes.program import AmbiguousAxes, where
-from dta_compile.passes.sealing.seal import seal
 from dta_compile.passes.symbols import expression, selects_rows
-from dta_compile.program_cache.assumptions import shape_env_of
+from dta_compile.passes.to_executable.seal import seal
 from dta_compile.program_cache.cache import FOUND, analysed
+from dta_compile.program_cache.size_guards import shape_env_of
 from dta_compile.runtime.calls.ranks import Ranks
 from dta_compile.runtime.engine import Engine
 from dta_compile.runtime.measure.profiler import trace_artifact

@@ -26,7 +26,7 @@ from dta_compile.capture.media.joined_features import over_all_tokens
 from dta_compile.capture.parameter_writes import ParameterWrites, without_parameter_writes
 from dta_compile.capture.recurrences import hands_over_states
 from dta_compile.capture.tensor_parallel import LocalGraph, on_own_tensors
-from dta_compile.capture.written_out import SOFTMAX, trains_parameters, written_out_attention
+from dta_compile.capture.written_attention import SOFTMAX, trains_parameters, written_out_attention
 from dta_compile.errors import RefusalError
 from dta_compile.ops.mixer import MIXERS, Mixer, Operand
 from dta_compile.passes.program import all_nodes, name_of, output_node

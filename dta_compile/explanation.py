@@ -17,7 +17,7 @@ from dta_compile.executable.masks import MaskProgram
 from dta_compile.ops.attention import OVER_CHOSEN
 from dta_compile.plan import Plan
 from dta_compile.program_cache.cache import FOUND
-from dta_compile.proofs.proven_mask import MaskClass
+from dta_compile.proofs.mask_class import MaskClass
 from dta_compile.runtime.calls.planned_call import PlannedCall, plan_call
 from dta_compile.runtime.interception import Intercepted
 

@@ -7,6 +7,6 @@ the i-th argument. It returns the `Layout` of the result, a tuple of them for se
 
 from dta_compile.executable.layouts import Axis, Flat, Frame, Layout
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule
-from dta_compile.passes.axes.token_rules import pointwise
+from dta_compile.passes.axes.tokenwise_operators import pointwise
 
 __all__ = ["Arguments", "Axis", "Flat", "Frame", "Layout", "MixesTokens", "Rule", "pointwise"]

@@ -19,8 +19,8 @@ from dta_compile.errors import OptionError
 from dta_compile.ops.scoring import Scoring
 from dta_compile.plan import Segment
 from dta_compile.runtime.attention import triton
-from dta_compile.runtime.attention.interface import Operands, Provider
-from dta_compile.runtime.attention.layer import provider_of
+from dta_compile.runtime.attention.choose import provider_of
+from dta_compile.runtime.attention.provider import Operands, Provider
 from dta_compile.runtime.path.chunk_shape import ChunkShape
 from tests.support.attention import attention_layer
 

@@ -20,7 +20,7 @@ import numpy as np
 from dta_compile.cli.arguments import add_source, read_options, read_source, visible, whole, write
 from dta_compile.cli.estimate_command import verdict
 from dta_compile.data import Recorded
-from dta_compile.data.tables import optional
+from dta_compile.data.file_formats import optional
 from dta_compile.data.tokenizer import from_json
 from dta_compile.errors import OptionError
 from dta_compile.estimate.devices import DEVICES, device_named

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
+from dta_compile.data.file_formats import Row, is_saved_dataset, json_rows, parquet_rows, saved_rows, sorted_files
 from dta_compile.data.recorded import ReadOptions, Recorded
 from dta_compile.data.rollouts import load_rollouts
 from dta_compile.data.rows import RowReader
-from dta_compile.data.tables import Row, is_saved_dataset, json_rows, parquet_rows, saved_rows, sorted_files
 from dta_compile.data.tokenizer import Tokenizer, load_tokenizer
 from dta_compile.errors import PlanError
 from dta_compile.files import open_regular

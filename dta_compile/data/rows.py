@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from dta_compile.data.file_formats import SHOWN, Row
 from dta_compile.data.recorded import ReadOptions, Recorded, spans_of_mask
-from dta_compile.data.tables import SHOWN, Row
 from dta_compile.data.tokenizer import Tokenizer, conversation, samples
 from dta_compile.errors import OptionError, PlanError
 

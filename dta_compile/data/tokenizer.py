@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dta_compile.data.file_formats import optional
 from dta_compile.data.recorded import ReadOptions, Recorded
-from dta_compile.data.tables import optional
 from dta_compile.errors import OptionError, PlanError
 from dta_compile.files import read_text
 

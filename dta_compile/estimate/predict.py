@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dta_compile.data import Recorded
-from dta_compile.data.tables import optional
+from dta_compile.data.file_formats import optional
 from dta_compile.errors import OptionError, PlanError
 from dta_compile.estimate.devices import ATTENTION_SHARE, BANDWIDTH_SHARE, CALIBRATED, MATMUL_SHARE, Device
 from dta_compile.options import Options

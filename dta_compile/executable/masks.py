@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import sympy
 
 from dta_compile.errors import RefusalError
-from dta_compile.proofs.proven_mask import MaskClass
-from dta_compile.proofs.tables import Facts, Table
+from dta_compile.proofs.call_facts import Facts, Table
+from dta_compile.proofs.mask_class import MaskClass
 from dta_compile.proofs.terms import Leaf, Term, in_order, shown
 
 if TYPE_CHECKING:
-    from dta_compile.proofs.proof import Unproven
+    from dta_compile.proofs.mask_proof import Unproven
 
 HINT = (
     "use a causal mask, a sliding window (also with tokens that stay visible beside it, such as the first ones) or"
@@ -62,7 +62,10 @@ class MaskProgram:
 
     def classify(self, facts: Facts) -> MaskClass:
         """Return the class of the mask given the facts of a call; raise `RefusalError` if it has none."""
-        from dta_compile.proofs.proof import Unproven, classify  # importing z3 is slow, and few masks need it in calls
+        from dta_compile.proofs.mask_proof import (  # importing z3 is slow, and few masks need it in calls
+            Unproven,
+            classify,
+        )
 
         assert self.term is not None
         if facts.key not in self._classes:

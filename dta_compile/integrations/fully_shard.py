@@ -3,11 +3,11 @@
 FSDP2 gathers the parameters of a wrapped module in a hook before its forward, frees them in one after it, and gathers
 them again before its backward. When a compiled callable is entered, before guards read a parameter, it shows Dynamo the
 unsharded parameters without memory. Of the hooks, graphs contain only the casts of mixed precision. A run layer by
-layer gathers by itself (`layer_groups`); all other readers of parameters gather all of them first. When a gradient
-arrives at a graph's outputs, FSDP2's own `_pre_backward` of every group is called, whose final callback reduces each
-group once. Outside of such calls the hooks are unchanged.
+layer gathers by itself (`fully_shard_by_layer`); all other readers of parameters gather all of them first. When a
+gradient arrives at a graph's outputs, FSDP2's own `_pre_backward` of every group is called, whose final callback
+reduces each group once. Outside of such calls the hooks are unchanged.
 
-All uses of FSDP2's private parts are here and in `layer_groups`. Supported torch: 2.11 to 2.15.
+All uses of FSDP2's private parts are here and in `fully_shard_by_layer`. Supported torch: 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Gathered:
         modules: all modules, by FSDP2 state.
         layers: those of them that are freed after a forward.
         is_complete: all parameters have been gathered.
-        runs_layer_by_layer: the run gathers and frees `layers` itself (`layer_groups`).
+        runs_layer_by_layer: the run gathers and frees `layers` itself (`fully_shard_by_layer`).
         encode_alike: all ranks encode images (or other media) in the call, or none does; None: not known yet.
     """
 

@@ -32,9 +32,7 @@ from collections.abc import Collection, Sequence
 from dta_compile.errors import RefusalError
 from dta_compile.passes.axes.input_sizes import input_sizes
 from dta_compile.passes.axes.token_axis import token_axis
-from dta_compile.passes.axes.token_rules import register_token_rule
-from dta_compile.passes.between.invariants import Snapshot, check
-from dta_compile.passes.between.listing import listing, sign
+from dta_compile.passes.axes.tokenwise_operators import register_token_rule
 from dta_compile.passes.chunk.chunk_graph import chunk_graph
 from dta_compile.passes.chunk.lm_head import lm_head
 from dta_compile.passes.contracts import Pass
@@ -49,12 +47,14 @@ from dta_compile.passes.fusion.host_calls import host_calls
 from dta_compile.passes.gradients.accumulate import accumulate
 from dta_compile.passes.gradients.joint import joint
 from dta_compile.passes.gradients.unroll import NotRepeated, require_repeated
+from dta_compile.passes.inspection.invariants import Snapshot, check
+from dta_compile.passes.inspection.listing import listing, sign
 from dta_compile.passes.lowering.lower import lower
 from dta_compile.passes.masks.mixers import mixers
 from dta_compile.passes.memory.in_place import in_place
 from dta_compile.passes.memory.working_memory import working_memory
 from dta_compile.passes.program import GraphWithoutAttention, Program
-from dta_compile.passes.sealing.emit import emit
+from dta_compile.passes.to_executable.emit import emit
 
 __all__ = ["PASSES", "GraphWithoutAttention", "Program", "register_token_rule", "run_passes"]
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from dta_compile.executable.chunk import Generated
 from dta_compile.executable.pieces import Piece
-from dta_compile.passes.chunk_bytes import Bytes, ChunkSizes, Peaks
+from dta_compile.passes.value_bytes import Bytes, ChunkSizes, Peaks
 
 GRAPHS = ("cache_only", "forward_only", "forward", "backward")
 

@@ -67,7 +67,7 @@ class Plan:
     images: Images | None = None
     dealing: Dealing | None = None
     rank: int = 0
-    # Draws the page of `to_html`: `views.picture.picture`, lent by `dta_compile/__init__.py`, as views know plans.
+    # Draws the page of `to_html`: `views.page_data.picture`, lent by `dta_compile/__init__.py`, as views know plans.
     picture: ClassVar[Callable[..., str]]
 
     @cached_property

@@ -12,11 +12,11 @@ from dta_compile.executable.executable import Executable
 from dta_compile.options import Options
 from dta_compile.passes import Program, run_passes
 from dta_compile.passes.fusion.codegen import choice_for
-from dta_compile.passes.sealing.seal import seal
-from dta_compile.program_cache.assumptions import Assumptions, assumptions_of, first_size, shape_env_of
-from dta_compile.program_cache.description import NotDescribed, description
+from dta_compile.passes.to_executable.seal import seal
 from dta_compile.program_cache.files import ProgramFile, open_folder
+from dta_compile.program_cache.key import NotDescribed, description
 from dta_compile.program_cache.pickles import from_bytes, to_bytes
+from dta_compile.program_cache.size_guards import Assumptions, assumptions_of, first_size, shape_env_of
 
 try:
     import lzma as codec

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from dta_compile.program_cache.description import C_FUNCTIONS, MOST_BYTES, NAMESPACES, is_known_function
-from dta_compile.program_cache.tables import WITH_TABLES, as_tables
+from dta_compile.program_cache.compression import WITH_TABLES, as_tables
+from dta_compile.program_cache.key import C_FUNCTIONS, MOST_BYTES, NAMESPACES, is_known_function
 from dta_compile.torch_compat.operators import OpOverload
 
 # Modules (with submodules) whose classes may be loaded, and functions except for sympy's, some of which evaluate text.
@@ -24,8 +24,8 @@ MODULES = (
     "dta_compile.executable",
     "dta_compile.ops",
     "dta_compile.proofs",
-    "dta_compile.program_cache.assumptions",
-    "dta_compile.program_cache.tables",
+    "dta_compile.program_cache.size_guards",
+    "dta_compile.program_cache.compression",
     "sympy.core",
     "sympy.functions",
     "sympy.logic",

@@ -16,10 +16,10 @@ import sympy
 import torch
 import z3
 
+from dta_compile.proofs.call_facts import Facts, Table
 from dta_compile.proofs.cases import Cases, Ranges, Untranslatable, Value, as_integer, boolean, case, merged
+from dta_compile.proofs.mask_class import LONGEST_ROW
 from dta_compile.proofs.pairs import Pairs, sequences_of
-from dta_compile.proofs.proven_mask import LONGEST_ROW
-from dta_compile.proofs.tables import Facts, Table
 from dta_compile.proofs.terms import Apply, Const, Entry, Index, Number, Term, Terms, subterms
 
 aten = torch.ops.aten

@@ -34,7 +34,7 @@ from dta_compile.proofs.cases import (
     within,
 )
 from dta_compile.proofs.formulas import Formulas, values_of
-from dta_compile.proofs.proven_mask import BOUND, FORBIDDEN
+from dta_compile.proofs.mask_class import BOUND, FORBIDDEN
 from dta_compile.proofs.terms import RANKED, Apply, Const, Number, Term, is_undefined
 
 MOST_CASES = 64

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from dta_compile.proofs.proven_mask import FORBIDDEN
+from dta_compile.proofs.mask_class import FORBIDDEN
 from dta_compile.proofs.terms import Leaf
 
 

@@ -19,7 +19,7 @@ from dta_compile.distributed.group import Group
 from dta_compile.errors import RefusalError, RuntimeContractError, VerificationError
 from dta_compile.executable.as_captured import as_captured, has_checkpoints
 from dta_compile.executable.executable import Executable
-from dta_compile.integrations.layer_groups import (
+from dta_compile.integrations.fully_shard_by_layer import (
     LayerGroups,
     gather_all,
     gather_to_check_again,
@@ -33,6 +33,7 @@ from dta_compile.runtime import interception
 from dta_compile.runtime.calls.call import Call, CallContext, Sizes
 from dta_compile.runtime.calls.planned_call import PlannedCall, Run, plan_call
 from dta_compile.runtime.calls.ranks import Ranks
+from dta_compile.runtime.cuda_graphs.arenas import ReplayCache
 from dta_compile.runtime.groups import frontier_of_groups
 from dta_compile.runtime.measure import steps
 from dta_compile.runtime.measure.budget import free_bytes
@@ -41,11 +42,10 @@ from dta_compile.runtime.measure.profiler import trace_artifact
 from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.one_tree.call import GroupRanks, PieceCall, over_ranks
 from dta_compile.runtime.owned_frontier import frontier_of_ranks
-from dta_compile.runtime.replay.lease import ReplayCache
 from dta_compile.runtime.returned_cache import ReturnedCache
 from dta_compile.runtime.transparent import dense_frontier, no_autocast
 from dta_compile.runtime.verification.self_check import self_check, verified
-from dta_compile.runtime.written import write
+from dta_compile.runtime.written_inputs import write
 from dta_compile.torch_compat.tensors import FakeTensor
 
 logger = logging.getLogger("dta_compile")

@@ -325,7 +325,7 @@ class Smoothing(BareLM):
 
 
 def test_a_custom_operator_runs_once_it_has_a_rule():
-    from dta_compile.passes.axes.token_rules import TOKEN_RULES
+    from dta_compile.passes.axes.tokenwise_operators import TOKEN_RULES
     from dta_compile.token_rules import pointwise
 
     @torch.library.custom_op("dta_test_capture::soften", mutates_args=())

@@ -25,7 +25,7 @@ from dta_compile.errors import VerificationError
 from dta_compile.executable.code import CppSource, Input, Source
 from dta_compile.executable.pieces import NO_CODES, Piece, running
 from dta_compile.runtime import engine
-from dta_compile.runtime.replay import lease
+from dta_compile.runtime.cuda_graphs import arenas
 from tests.support.inside import inside
 from tests.support.replay import Recorder
 from tests.support.tiny import SMALL_CHUNKS, TinyLM, after, assert_same, gradients, shared_ids, weighted
@@ -178,8 +178,8 @@ def test_threads_run_each_its_own_code():
 
 
 def test_recorded_graphs_are_recorded_again_with_other_code(model, pretended, monkeypatch):
-    monkeypatch.setattr(lease.ReplayCache, "pays", lambda cache, device, chunks: True)
-    monkeypatch.setattr(lease, "CudaRecorder", Recorder)
+    monkeypatch.setattr(arenas.ReplayCache, "pays", lambda cache, device, chunks: True)
+    monkeypatch.setattr(arenas, "CudaRecorder", Recorder)
     ids, compiled, recorded = shared_ids(), compile_with(model, attention="reference"), []
     expected = after(model, lambda: step(model, ids))
     for number in range(6):

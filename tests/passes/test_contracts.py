@@ -12,9 +12,9 @@ from torch import nn
 from dta_compile.errors import OptionError, RefusalError
 from dta_compile.options import SKIPPABLE_PASSES
 from dta_compile.passes import PASSES, Program, run_passes
-from dta_compile.passes.between.invariants import INVARIANTS, Snapshot
-from dta_compile.passes.between.listing import listing
 from dta_compile.passes.contracts import FIELDS, ContractError, contract
+from dta_compile.passes.inspection.invariants import INVARIANTS, Snapshot
+from dta_compile.passes.inspection.listing import listing
 from tests.support.inside import inside
 
 aten = torch.ops.aten
@@ -240,7 +240,7 @@ def test_a_broken_invariant_is_an_error_that_asks_for_a_report(monkeypatch):
         yield "anything"
 
     rule = dataclasses.replace(INVARIANTS[0], violations=violations)
-    monkeypatch.setattr("dta_compile.passes.between.invariants.INVARIANTS", (rule,))
+    monkeypatch.setattr("dta_compile.passes.inspection.invariants.INVARIANTS", (rule,))
     with pytest.raises(RefusalError, match=r"(?s)a bug of dta_compile.*after lower.*not so: anything.*please report"):
         compiled()
     torch._dynamo.reset()

@@ -8,7 +8,7 @@ import torch
 
 from dta_compile import passes
 from dta_compile.passes.copies.fold import fold
-from dta_compile.passes.sealing.seal import seal
+from dta_compile.passes.to_executable.seal import seal
 from tests.support.tiny import SMALL_CHUNKS, TinyLM, after, assert_same, shared_ids, weighted
 
 LAYERS = 8

@@ -19,7 +19,7 @@ import torch
 
 import dta_compile
 from dta_compile.executable.chunk import ChunkGraphs
-from dta_compile.program_cache import cache, description, files, pickles
+from dta_compile.program_cache import cache, files, key, pickles
 from tests.support.inside import inside
 from tests.support.tiny import (
     PACKED_IDS,
@@ -221,8 +221,8 @@ def described(compiled, monkeypatch):
 
     def describe(program, options):
         try:
-            found.append(description.description(program, options.skip_passes))
-        except description.NotDescribed as reason:
+            found.append(key.description(program, options.skip_passes))
+        except key.NotDescribed as reason:
             found.append(reason)
         raise Described
 
@@ -234,7 +234,7 @@ def described(compiled, monkeypatch):
         with pytest.raises(Exception, match="Described"):
             compiled(model, **options)(IDS, *args)
         text = found.pop()
-        if isinstance(text, description.NotDescribed):
+        if isinstance(text, key.NotDescribed):
             raise text
         return text
 
@@ -266,7 +266,7 @@ def test_whatever_the_passes_read_is_described(described, monkeypatch):
         found["autocast"] = described()
     for what, name, value in (
         (torch, "__version__", "2.13.1"),
-        (description, "our_source", lambda: "other code"),
+        (key, "our_source", lambda: "other code"),
         (torch.backends.opt_einsum, "strategy", "greedy"),
     ):
         with monkeypatch.context() as patch:
@@ -295,7 +295,7 @@ torch.library.register_fake("dta_tests_cache::twice", lambda x: x * 2, lib=LIBRA
 
 @pytest.mark.parametrize("function", [Doubled.apply, torch.ops.dta_tests_cache.twice], ids=["function", "operator"])
 def test_what_others_may_change_is_not_kept(function, described):
-    with pytest.raises(description.NotDescribed, match="a call of"):
+    with pytest.raises(key.NotDescribed, match="a call of"):
         described(_set(function=function))
 
 
@@ -307,7 +307,7 @@ def test_what_others_do_in_torchs_namespaces_or_ours_is_not_kept(namespace, kind
             library.define("tests_twice(Tensor x) -> Tensor")
         name = "selu" if kind == "IMPL" else "tests_twice"
         library.impl(name, lambda x: x * 2, "CompositeImplicitAutograd", allow_override=True)
-        with pytest.raises(description.NotDescribed, match=f"{namespace}::{name} is registered at .*library.py"):
+        with pytest.raises(key.NotDescribed, match=f"{namespace}::{name} is registered at .*library.py"):
             described()
     assert described() == same
 
@@ -320,25 +320,25 @@ def test_defaults_of_torchs_functions_are_described(described, monkeypatch):
 
 
 def test_rules_that_were_registered_for_torchs_operators_are_no_part_of_the_text(described, monkeypatch):
-    monkeypatch.setattr(description, "REGISTERED", {torch.ops.dta_tests_cache.twice.default})
+    monkeypatch.setattr(key, "REGISTERED", {torch.ops.dta_tests_cache.twice.default})
     described()
-    monkeypatch.setattr(description, "REGISTERED", {torch.ops.aten.tanh.default})
-    with pytest.raises(description.NotDescribed, match="token rules"):
+    monkeypatch.setattr(key, "REGISTERED", {torch.ops.aten.tanh.default})
+    with pytest.raises(key.NotDescribed, match="token rules"):
         described()
 
 
 def test_functions_are_what_their_names_say(monkeypatch):
-    assert description.is_known_function(torch.nn.functional.gelu)
-    assert description.is_known_function(torch.nn.functional.softmax)
-    assert description.is_known_function(dta_compile.attention)
+    assert key.is_known_function(torch.nn.functional.gelu)
+    assert key.is_known_function(torch.nn.functional.softmax)
+    assert key.is_known_function(dta_compile.attention)
 
     def softmax(x):
         return x
 
     softmax.__module__, softmax.__qualname__ = "torch.nn.functional", "softmax"
-    assert not description.is_known_function(softmax)
+    assert not key.is_known_function(softmax)
     monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
-    assert not description.is_known_function(torch.nn.functional.softmax)  # it is somebody else's code
+    assert not key.is_known_function(torch.nn.functional.softmax)  # it is somebody else's code
 
 
 def test_nothing_is_kept_where_that_is_said(compiled, programs, monkeypatch, tmp_path):

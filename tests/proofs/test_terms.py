@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dta_compile.executable.masks import MaskProgram
-from dta_compile.proofs.proven_mask import MaskClass
+from dta_compile.proofs.mask_class import MaskClass
 from dta_compile.proofs.terms import Evaluation, Leaf, Terms, in_order, subterms
 
 aten = torch.ops.aten

@@ -167,7 +167,7 @@ def test_a_divergence_of_equal_models_is_only_rounding(dtype, monkeypatch):
 
 
 def test_an_operator_with_a_wrong_rule_is_found():
-    from dta_compile.passes.axes.token_rules import TOKEN_RULES
+    from dta_compile.passes.axes.tokenwise_operators import TOKEN_RULES
     from dta_compile.token_rules import pointwise
 
     @torch.library.custom_op("dta_test_self_check::sums", mutates_args=())

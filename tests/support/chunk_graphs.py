@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.passes.chunk_bytes import Bytes
+from dta_compile.passes.value_bytes import Bytes
 from dta_compile.runtime.path.stack import StagePath
 from tests.support.inside import inside
 

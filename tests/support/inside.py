@@ -18,11 +18,11 @@ from dta_compile import backend, records
 from dta_compile.executable.executable import Executable
 from dta_compile.options import Options
 from dta_compile.passes import Program
-from dta_compile.passes.sealing.seal import seal
+from dta_compile.passes.to_executable.seal import seal
 from dta_compile.program_cache import cache
+from dta_compile.runtime.cuda_graphs.arenas import ReplayCache
 from dta_compile.runtime.engine import Engine
 from dta_compile.runtime.path.stack import PathStack
-from dta_compile.runtime.replay.lease import ReplayCache
 
 PROGRAMS: weakref.WeakKeyDictionary[Executable, Program] = weakref.WeakKeyDictionary()
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 import dta_compile
 from benchmarks.measuring.allocations import allocated_at_the_peak, counting
 from dta_compile.errors import RuntimeContractError
-from dta_compile.integrations.layer_groups import LayerGroups
+from dta_compile.integrations.fully_shard_by_layer import LayerGroups
 from dta_compile.runtime import engine
 from tests.support.ranks import EXACT, Trained, Wrapped, assert_equal, reference, resume, trained
 from tests.support.recurrent import no_float32_islands

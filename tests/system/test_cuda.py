@@ -16,7 +16,7 @@ import torch
 import dta_compile
 from benchmarks.gpu.checks import BUDGETS, CHECKS, CHUNK_SIZES, EQUAL, STRATEGIES, Trial, forward, loss_of, tree_batch
 from benchmarks.methods.ours import replan
-from dta_compile.runtime.replay.lease import CudaRecorder
+from dta_compile.runtime.cuda_graphs.arenas import CudaRecorder
 from tests.support.helpers import assert_equal
 from tests.support.tiny import (
     PACKED_IDS,

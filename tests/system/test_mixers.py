@@ -14,7 +14,7 @@ from torch import nn
 import dta_compile
 from dta_compile.errors import RefusalError, RuntimeContractError, VerificationError
 from dta_compile.options import Options
-from dta_compile.runtime.replay import lease
+from dta_compile.runtime.cuda_graphs import arenas
 from tests.support.cases import LOSSES, QUICK, chain, check_plan, fan, make_case, rollouts, with_options
 from tests.support.inside import inside
 from tests.support.replay import Recorder
@@ -158,12 +158,12 @@ def test_scoring(compiled):
 
 @pytest.mark.slow
 def test_replays(compiled, monkeypatch):
-    monkeypatch.setattr(lease.ReplayCache, "pays", lambda cache, device, chunks: True)
-    monkeypatch.setattr(lease, "CudaRecorder", Recorder)
-    monkeypatch.setattr(lease, "SIZES", (4, 8))
+    monkeypatch.setattr(arenas.ReplayCache, "pays", lambda cache, device, chunks: True)
+    monkeypatch.setattr(arenas, "CudaRecorder", Recorder)
+    monkeypatch.setattr(arenas, "SIZES", (4, 8))
     compiled.with_options(Options())
     for engine in inside(compiled.function).engines:
-        monkeypatch.setattr(engine, "replays", lease.ReplayCache())
+        monkeypatch.setattr(engine, "replays", arenas.ReplayCache())
     for budget in (0, None):
         for _ in range(3):
             compiled.check(

@@ -269,7 +269,7 @@ def test_text_is_text(show):
 
 
 def test_a_cut_is_told(show, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("dta_compile.views.picture"), "MOST_BYTES", 60)
+    monkeypatch.setattr(importlib.import_module("dta_compile.views.page_data"), "MOST_BYTES", 60)
     page = show(plan([list(range(300)), [*range(100), 7]]))
     assert "the first and last" in page.locator("#cut-note").inner_text()
     page.mouse.click(*point(page, "#tree-stage", 0.2, 0.5))

@@ -21,7 +21,7 @@ from dta_compile.capture.dynamo import (
     outside_of_trace,
 )
 from dta_compile.errors import RefusalError
-from dta_compile.integrations.layer_groups import FEATURES, gather_to_encode
+from dta_compile.integrations.fully_shard_by_layer import FEATURES, gather_to_encode
 from dta_compile.integrations.tracing import traces_for_this_backend
 from dta_compile.ops.feature_tables import unequal_counts
 from dta_compile.registration import when_loaded

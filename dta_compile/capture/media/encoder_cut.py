@@ -16,12 +16,12 @@ from torch import fx
 
 from dta_compile.capture import dynamo
 from dta_compile.capture.flex_attention import eliminate_dead_code
-from dta_compile.capture.media.cut import Cut, unknown_use
 from dta_compile.capture.media.encoder_calls import check_counts, encode, token_positions
+from dta_compile.capture.media.feature_cut import Cut, unknown_use
 from dta_compile.capture.media.insertions import Insertion, insertions_of
 from dta_compile.capture.media.unit_wise import ROW_WISE, SHAPES, call_of
 from dta_compile.errors import RefusalError, RuntimeContractError
-from dta_compile.integrations.layer_groups import gather_to_encode
+from dta_compile.integrations.fully_shard_by_layer import gather_to_encode
 from dta_compile.ops.feature_tables import TABLE_ROWS
 from dta_compile.passes.program import ancestors, is_boolean, name_of, output_node, writes_of
 from dta_compile.runtime.encoders.distinct_media import as_table

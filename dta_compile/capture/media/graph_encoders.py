@@ -27,9 +27,9 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.capture.media.cut import Cut
+from dta_compile.capture.media.feature_cut import Cut
 from dta_compile.capture.media.insertions import insertions_of
-from dta_compile.integrations.layer_groups import gather_all
+from dta_compile.integrations.fully_shard_by_layer import gather_all
 from dta_compile.passes.program import output_node
 from dta_compile.passes.symbols import expression, symbol_sources, symbolic
 from dta_compile.runtime.encoders.distinct_media import Features, Kept, encode_distinct, least

@@ -14,8 +14,8 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.capture.media.cut import unknown_use
 from dta_compile.capture.media.encoder_calls import encode
+from dta_compile.capture.media.feature_cut import unknown_use
 from dta_compile.passes.program import ancestors, is_boolean, name_of
 from dta_compile.passes.symbols import expression
 from dta_compile.runtime.encoders.encoder import encoder_of

@@ -1,6 +1,6 @@
 """Python bindings (ctypes) of the functions in `kernel.cpp`.
 
-Shapes are as in `runtime.attention.interface`: query `[1, Hq, c, D]`, key and value of the chunk `[1, Hkv, c, D]`, and
+Shapes are as in `runtime.attention.provider`: query `[1, Hq, c, D]`, key and value of the chunk `[1, Hkv, c, D]`, and
 of the prefix `[1, Hkv, p, D]`, where p is the chunk's start; float32 or float64.
 """
 

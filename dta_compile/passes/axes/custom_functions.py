@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from dta_compile.ops.autograd_function import AutogradFunctionCall, custom_function
-from dta_compile.passes.axes.token_rules import pointwise, rule_for
+from dta_compile.passes.axes.tokenwise_operators import pointwise, rule_for
 from dta_compile.passes.graphs.operators import SAME_ENTRIES, aten
 from dta_compile.passes.program import Program, name_of
 from dta_compile.passes.symbols import SYMBOLIC, expression

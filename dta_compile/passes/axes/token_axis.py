@@ -23,7 +23,7 @@ from dta_compile.passes.axes.custom_functions import mark_custom_functions
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule, batch_and_tokens, mixer_calls
 from dta_compile.passes.axes.position_tables import index_position_tables
 from dta_compile.passes.axes.shape_rules import FLATTENED
-from dta_compile.passes.axes.token_rules import pointwise, rule_for
+from dta_compile.passes.axes.tokenwise_operators import pointwise, rule_for
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.operators import aten
 from dta_compile.passes.program import (

@@ -24,13 +24,13 @@ from torch import fx
 
 from dta_compile.executable.code import Input, Source, size_symbols, text_of
 from dta_compile.executable.pieces import Piece
-from dta_compile.passes.chunk_bytes import ChunkSizes
 from dta_compile.passes.graphs.nodes import SizeNodes, is_item, is_pointwise, is_polynomial
 from dta_compile.passes.graphs.operators import CONSTRUCTORS, KEEP_ORDER_IN_PLACE, ONE_PASS, REDUCTIONS
 from dta_compile.passes.graphs.storage import view_source
 from dta_compile.passes.graphs.subgraph import Subgraph, graph_module, missing
 from dta_compile.passes.program import ancestors, has_tensor, writes_in_place
 from dta_compile.passes.symbols import expression, free_symbols
+from dta_compile.passes.value_bytes import ChunkSizes
 
 Known = dict[Source, tuple[Piece, fx.GraphModule]]
 """Pieces and their bodies, by source."""

@@ -14,7 +14,6 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.chunk.chunk_graph import chunk_device, fake_inputs, free_sizes
-from dta_compile.passes.chunk_bytes import Bytes, ChunkSizes, total
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.gradients.partition import backward_graph, choose_saved, forward_graph
 from dta_compile.passes.gradients.stage_traces import Segment, StageTrace, states_of, traced_stages
@@ -24,6 +23,7 @@ from dta_compile.passes.program import Program
 from dta_compile.passes.stage_graphs import ChunkStages, KeptValue, Memory, StageGraphs, StageOfChunk
 from dta_compile.passes.symbols import expression
 from dta_compile.passes.tracing import tracing
+from dta_compile.passes.value_bytes import Bytes, ChunkSizes, total
 from dta_compile.torch_compat.sizes import ShapeEnv
 from dta_compile.torch_compat.tensors import DisableAutocast, FakeTensorMode
 

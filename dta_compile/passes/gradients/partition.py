@@ -23,13 +23,13 @@ import torch
 from torch import fx
 
 from dta_compile.ops.mixer import mixer_of_backward, mixer_of_chunk
-from dta_compile.passes.chunk_bytes import ChunkSizes
 from dta_compile.passes.gradients.stage_traces import StageTrace, has_running_state, states_of
 from dta_compile.passes.graphs.nodes import call, is_item, is_pointwise
 from dta_compile.passes.graphs.operators import LOOKUPS, ONE_PASS, ROW_REDUCTIONS
 from dta_compile.passes.graphs.storage import owner, view_source
 from dta_compile.passes.graphs.subgraph import Subgraph, graph_module, missing, source_side
 from dta_compile.passes.program import ancestors, has_tensor
+from dta_compile.passes.value_bytes import ChunkSizes
 
 aten = torch.ops.aten
 

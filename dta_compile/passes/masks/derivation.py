@@ -26,10 +26,10 @@ from dta_compile.passes.masks.elements import Elements
 from dta_compile.passes.masks.entries import leaf_of
 from dta_compile.passes.program import Program, ancestors, where
 from dta_compile.passes.symbols import expression, free_symbols, hint, sizes, symbolic
+from dta_compile.proofs.call_facts import Facts, read_table
 from dta_compile.proofs.logic import Logic
-from dta_compile.proofs.proof import Z3_LOCK, Unproven, classify, forbidden_by
-from dta_compile.proofs.proven_mask import MaskClass
-from dta_compile.proofs.tables import Facts, read_table
+from dta_compile.proofs.mask_class import MaskClass
+from dta_compile.proofs.mask_proof import Z3_LOCK, Unproven, classify, forbidden_by
 from dta_compile.proofs.terms import Entry, Leaf, Number, Term, Terms, shown, subterms
 
 

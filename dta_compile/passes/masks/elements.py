@@ -32,7 +32,7 @@ from dta_compile.passes.masks.entries import Entries, Indices
 from dta_compile.passes.program import Program
 from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.cases import held_by
-from dta_compile.proofs.proven_mask import LONGEST_ROW
+from dta_compile.proofs.mask_class import LONGEST_ROW
 from dta_compile.proofs.terms import Term, Terms
 
 ConstantOf = Callable[[Term, sympy.Expr], "float | None"]

@@ -32,7 +32,7 @@ from dta_compile.passes.masks.derivation import MaskPrograms, Silencers, forced_
 from dta_compile.passes.masks.entries import leaf_of
 from dta_compile.passes.program import Mixed, Program, ancestors, where
 from dta_compile.passes.symbols import sizes
-from dta_compile.proofs.proven_mask import MaskClass
+from dta_compile.proofs.mask_class import MaskClass
 from dta_compile.proofs.terms import Terms
 
 # Operators that choose experts for tokens, or tokens for experts; and operators that count the tokens of an expert.

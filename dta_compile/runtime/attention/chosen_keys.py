@@ -15,10 +15,10 @@ from dta_compile.errors import RuntimeContractError
 from dta_compile.ops.chosen_keys import NONE, Choosing, are_chosen, chosen_windows, index_scores, padded_to
 from dta_compile.ops.dense_attention import MOST_PAIRS
 from dta_compile.proofs.terms import Evaluation, Term
-from dta_compile.runtime.attention.interface import Operands
+from dta_compile.runtime.attention.provider import Operands
 from dta_compile.runtime.attention.reference import Reference, depths_of, keys_above
 from dta_compile.runtime.path.chunk_shape import Limit
-from dta_compile.runtime.path.interface import LayerInputs, Tensors
+from dta_compile.runtime.path.mixer_runtime import LayerInputs, Tensors
 
 
 @dataclasses.dataclass(frozen=True)

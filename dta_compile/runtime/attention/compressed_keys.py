@@ -13,10 +13,10 @@ import torch
 from dta_compile.ops.attention import by_tokens
 from dta_compile.ops.scoring import Scoring
 from dta_compile.runtime.attention.chosen_keys import Blockwise, ends_of
-from dta_compile.runtime.attention.interface import Operands
 from dta_compile.runtime.attention.layer import AttentionRuntime
+from dta_compile.runtime.attention.provider import Operands
 from dta_compile.runtime.attention.reference import merge_with
-from dta_compile.runtime.path.interface import LayerInputs, Tensors
+from dta_compile.runtime.path.mixer_runtime import LayerInputs, Tensors
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dta_compile.ops.products import are_bounded, product_of_read
 from dta_compile.ops.tree_attention import kernel
 from dta_compile.ops.tree_attention.kernel import Keys, States
 from dta_compile.runtime.attention.cpu_parts import Part, parts_of
-from dta_compile.runtime.attention.interface import Operands, Tensors
+from dta_compile.runtime.attention.provider import Operands, Tensors
 from dta_compile.runtime.attention.reference import (
     grads_of_read,
     merge_with,

@@ -25,7 +25,7 @@ import torch
 from dta_compile.ops.attention import empty_by_tokens
 from dta_compile.ops.scoring import Scoring
 from dta_compile.runtime.attention import triton
-from dta_compile.runtime.attention.interface import Operands, Provider, Tensors
+from dta_compile.runtime.attention.provider import Operands, Provider, Tensors
 from dta_compile.runtime.path.chunk_shape import ChunkShape
 
 aten = torch.ops.aten

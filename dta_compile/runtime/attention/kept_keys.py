@@ -16,7 +16,7 @@ import torch
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.products import product_of_read
 from dta_compile.runtime.attention.chosen_keys import blocks
-from dta_compile.runtime.attention.interface import Operands, Provider, Tensors
+from dta_compile.runtime.attention.provider import Operands, Provider, Tensors
 from dta_compile.runtime.attention.reference import grads_of_read, merge_with, repeat_heads, sum_groups, weights_of
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from dta_compile.ops.products import product_of_read
-from dta_compile.runtime.attention.interface import Operands, Tensors
+from dta_compile.runtime.attention.provider import Operands, Tensors
 from dta_compile.runtime.path.chunk_shape import ChunkTable, Limit
 
 

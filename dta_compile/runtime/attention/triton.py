@@ -16,7 +16,7 @@ from dta_compile.ops import triton_use
 from dta_compile.ops.attention import empty_by_tokens
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.scoring import Scoring
-from dta_compile.runtime.attention.interface import Operands, Provider, Tensors
+from dta_compile.runtime.attention.provider import Operands, Provider, Tensors
 from dta_compile.runtime.attention.reference import merge_parts
 from dta_compile.runtime.path.chunk_shape import LISTED_KEYS
 

@@ -15,15 +15,15 @@ import torch
 from dta_compile.executable.chunk import Part
 from dta_compile.executable.executable import ChunkInput, Executable, NumberSpec
 from dta_compile.executable.layouts import Frame
-from dta_compile.integrations.layer_groups import LayerGroups
+from dta_compile.integrations.fully_shard_by_layer import LayerGroups
 from dta_compile.options import Options
 from dta_compile.plan import Plan
 from dta_compile.runtime.calls.masks import ReadMasks, read_masks
 from dta_compile.runtime.calls.ranks import Ranks
+from dta_compile.runtime.cuda_graphs.arenas import ReplayCache
 from dta_compile.runtime.measure.budget import keep_freed_pages
 from dta_compile.runtime.measure.calibration import Calibration
 from dta_compile.runtime.measure.stopwatch import Stopwatch
-from dta_compile.runtime.replay.lease import ReplayCache
 from dta_compile.runtime.rows.batch_rows import Booleans, Integers
 from dta_compile.runtime.rows.dense_to_tree import key_codes, used_tokens
 

@@ -24,12 +24,12 @@ from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.runtime.calls.schedule_buffers import ScheduleBuffers
+from dta_compile.runtime.cuda_graphs.arenas import Lease
 from dta_compile.runtime.measure.profiler import named
 from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.path.chunk_shape import ChunkShape
-from dta_compile.runtime.path.interface import Tensors
+from dta_compile.runtime.path.mixer_runtime import Tensors
 from dta_compile.runtime.path.stack import PathStack, SpineStates
-from dta_compile.runtime.replay.lease import Lease
 from dta_compile.runtime.rows.batch_rows import BatchRows
 from dta_compile.runtime.rows.buffers import Gathered, Rows, padded
 from dta_compile.runtime.rows.upload import upload

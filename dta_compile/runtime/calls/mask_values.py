@@ -11,7 +11,7 @@ import torch
 from dta_compile.errors import RuntimeContractError
 from dta_compile.executable.layers import AttentionLayer, MixerLayer, RecurrentLayer
 from dta_compile.executable.masks import MaskProgram
-from dta_compile.proofs.proven_mask import BOUND
+from dta_compile.proofs.mask_class import BOUND
 from dta_compile.proofs.terms import Entry, Evaluation, Leaf, Term, shown, subterms
 
 BINARY_HINT = "pass a mask of zeros and ones, or compare (mask > 0) before you use it"

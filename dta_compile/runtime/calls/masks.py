@@ -20,9 +20,9 @@ from dta_compile.executable.layers import AttentionLayer, MixerLayer, RecurrentL
 from dta_compile.executable.masks import MaskProgram
 from dta_compile.ops.attention import BY_DISTANCE
 from dta_compile.ops.chosen_keys import CHOICE_MIXER
+from dta_compile.proofs.call_facts import Facts, Table, read_table
+from dta_compile.proofs.mask_class import FORBIDDEN, LONGEST_ROW, MaskClass
 from dta_compile.proofs.pairs import Pairs, UnlikePair, read_pairs, sequences_of
-from dta_compile.proofs.proven_mask import FORBIDDEN, LONGEST_ROW, MaskClass
-from dta_compile.proofs.tables import Facts, Table, read_table
 from dta_compile.proofs.terms import Leaf, Term, shown
 from dta_compile.runtime.calls.mask_values import MaskValues, mask_of
 from dta_compile.runtime.calls.sequences import (

@@ -15,15 +15,16 @@ from dta_compile.executable.layers import AttentionLayer, MixerLayer
 from dta_compile.ops.attention import BY_DISTANCE, OVER_CHOSEN, WITH_COMPRESSED
 from dta_compile.ops.chosen_keys import CHOICE_MIXER
 from dta_compile.ops.recurrences.operators import RECURRENCES
-from dta_compile.proofs.proven_mask import CERTAIN
+from dta_compile.proofs.mask_class import CERTAIN
+from dta_compile.runtime.attention.choose import provider_of
 from dta_compile.runtime.attention.chosen_keys import Blockwise, ChoiceRuntime
 from dta_compile.runtime.attention.compressed_keys import CompressedRuntime
-from dta_compile.runtime.attention.interface import Provider
 from dta_compile.runtime.attention.kept_keys import KeptKeys
-from dta_compile.runtime.attention.layer import AttentionRuntime, provider_of
+from dta_compile.runtime.attention.layer import AttentionRuntime
+from dta_compile.runtime.attention.provider import Provider
 from dta_compile.runtime.calls.masks import ReadMasks
 from dta_compile.runtime.path.chunk_shape import Limit
-from dta_compile.runtime.path.interface import AnyRuntime
+from dta_compile.runtime.path.mixer_runtime import AnyRuntime
 from dta_compile.runtime.recurrent.choose import runtime_of
 
 

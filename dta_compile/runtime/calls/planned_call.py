@@ -32,14 +32,14 @@ from dta_compile.plan.simulate import by_group, simulate
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.plan.tree.split_prefixes import SplitPrefixes
-from dta_compile.proofs.proven_mask import CERTAIN
+from dta_compile.proofs.mask_class import CERTAIN
 from dta_compile.runtime.calls.call import Call
 from dta_compile.runtime.calls.executor import BatchChunk, ChunkData, Executor
 from dta_compile.runtime.calls.masks import ReadMasks
 from dta_compile.runtime.calls.mixers import runtimes_of
 from dta_compile.runtime.measure.budget import default_budget
 from dta_compile.runtime.measure.stopwatch import Stopwatch
-from dta_compile.runtime.path.interface import AnyRuntime
+from dta_compile.runtime.path.mixer_runtime import AnyRuntime
 from dta_compile.runtime.path.stack import PathStack
 from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens, Booleans, Integers, looks_padded
 from dta_compile.runtime.rows.buffers import Gathered

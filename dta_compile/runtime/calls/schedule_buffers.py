@@ -17,7 +17,7 @@ from dta_compile.executable.executable import FrontierValue
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.products import AnySum, Sum
 from dta_compile.plan.tree.chunk import Chunk
-from dta_compile.runtime.replay.lease import Lease
+from dta_compile.runtime.cuda_graphs.arenas import Lease
 from dta_compile.runtime.rows.buffers import AllRows, RowBuffer, Rows, next_to_zero
 
 

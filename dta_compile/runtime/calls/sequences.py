@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from dta_compile.errors import RuntimeContractError
-from dta_compile.proofs.proven_mask import Bound, MaskClass
+from dta_compile.proofs.mask_class import Bound, MaskClass
 from dta_compile.proofs.terms import Term, shown
 from dta_compile.runtime.calls.mask_values import MaskValues
 

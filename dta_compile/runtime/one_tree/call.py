@@ -31,7 +31,7 @@ from dta_compile.runtime.one_tree.frontier import ComputedRows, OwnedRows
 from dta_compile.runtime.one_tree.path import PiecePath
 from dta_compile.runtime.one_tree.piece_executor import PieceExecutor
 from dta_compile.runtime.one_tree.routes import HeadRoutes, StateRoutes, head_routes, numbers_by_rank, transfer
-from dta_compile.runtime.path.interface import AnyRuntime
+from dta_compile.runtime.path.mixer_runtime import AnyRuntime
 from dta_compile.runtime.rows.batch_rows import BatchRows, Integers
 from dta_compile.runtime.rows.buffers import Gathered
 from dta_compile.runtime.rows.dense_to_tree import entries_first, entry_index

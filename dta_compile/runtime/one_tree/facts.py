@@ -15,7 +15,7 @@ from dta_compile.executable.executable import ChunkInput
 from dta_compile.plan.simulate import Simulation
 from dta_compile.plan.tree.lexicographic import codes_of, combine
 from dta_compile.plan.tree.prefix_tree import PrefixTree
-from dta_compile.proofs.proven_mask import MaskClass
+from dta_compile.proofs.mask_class import MaskClass
 from dta_compile.runtime.calls.masks import ReadMasks
 from dta_compile.runtime.calls.planned_call import PlannedCall
 from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens, Integers

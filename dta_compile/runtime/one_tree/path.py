@@ -23,7 +23,7 @@ from dta_compile.runtime.one_tree.routes import Piece, StateRoutes
 from dta_compile.runtime.one_tree.running import RunningRows
 from dta_compile.runtime.one_tree.shape import Part, PieceShape
 from dta_compile.runtime.one_tree.tokens import ALL, TokenStates
-from dta_compile.runtime.path.interface import AnyRuntime, LayerInputs, RecurrentInputs, Tensors
+from dta_compile.runtime.path.mixer_runtime import AnyRuntime, LayerInputs, RecurrentInputs, Tensors
 from dta_compile.runtime.path.stack import PathStack, as_returned, in_dtype_of
 
 

@@ -11,7 +11,7 @@ from dta_compile.distributed.group import Group, Swap
 from dta_compile.executable.layers import StateSpec
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.runtime.one_tree.routes import Read, StateRoutes
-from dta_compile.runtime.path.interface import Tensors
+from dta_compile.runtime.path.mixer_runtime import Tensors
 from dta_compile.runtime.rows.batch_rows import Integers
 from dta_compile.runtime.rows.upload import upload
 

@@ -14,7 +14,7 @@ import torch
 from dta_compile.executable.layers import MixerLayer, RecurrentLayer
 from dta_compile.runtime.path.chunk_shape import ChunkShape, ChunkTable
 from dta_compile.runtime.path.fillers import require_hidden
-from dta_compile.runtime.path.interface import (
+from dta_compile.runtime.path.mixer_runtime import (
     AnyRuntime,
     LayerInputs,
     LayerRuntime,

@@ -12,7 +12,7 @@ import torch
 
 from dta_compile.executable.layers import StateSpec
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.runtime.path.interface import Tensors
+from dta_compile.runtime.path.mixer_runtime import Tensors
 
 
 class Buffer(NamedTuple):

@@ -16,7 +16,7 @@ from dta_compile.executable.layers import MixerLayer
 from dta_compile.ops.recurrences.operators import RECURRENCES, Recurrence
 from dta_compile.plan.tree.segments import Segment
 from dta_compile.runtime.path.chunk_shape import ChunkShape
-from dta_compile.runtime.path.interface import RecurrentInputs, RecurrentRuntime, Tensors
+from dta_compile.runtime.path.mixer_runtime import RecurrentInputs, RecurrentRuntime, Tensors
 from dta_compile.runtime.recurrent import fla
 from dta_compile.runtime.recurrent.layer import RecurrentLayerRuntime, runs_of
 

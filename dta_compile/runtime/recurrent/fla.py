@@ -35,7 +35,7 @@ import torch
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.recurrences.blocks import Runs
 from dta_compile.ops.recurrences.operators import Recurrence
-from dta_compile.runtime.path.interface import RecurrentInputs, Tensors
+from dta_compile.runtime.path.mixer_runtime import RecurrentInputs, Tensors
 from dta_compile.runtime.recurrent.layer import runs_of
 from dta_compile.runtime.rows.upload import upload
 

@@ -10,7 +10,7 @@ import torch
 from dta_compile.ops.recurrences.blocks import Runs
 from dta_compile.ops.recurrences.operators import Recurrence
 from dta_compile.runtime.path.chunk_shape import ChunkShape
-from dta_compile.runtime.path.interface import RecurrentInputs, Tensors
+from dta_compile.runtime.path.mixer_runtime import RecurrentInputs, Tensors
 
 
 @dataclasses.dataclass(frozen=True)

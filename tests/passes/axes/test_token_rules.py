@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dta_compile.executable.layouts import Axis, Flat, Frame, Layout, flat
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule
-from dta_compile.passes.axes.token_rules import TOKEN_RULES, rule_for
+from dta_compile.passes.axes.tokenwise_operators import TOKEN_RULES, rule_for
 from dta_compile.passes.graphs.operators import TAKE_A_SHAPE
 
 pytest.importorskip("expecttest", reason="torch's own samples need it")

@@ -19,7 +19,7 @@ from dta_compile.ops.lm_head.operators import (
     LINEAR_LOG_PROB_BACKWARD_,
 )
 from dta_compile.passes.memory.working_memory import working_memory
-from dta_compile.passes.sealing.emit import emit
+from dta_compile.passes.to_executable.emit import emit
 from tests.support.chunk_graphs import Run, allocations, nodes_of, peak
 from tests.support.helpers import (
     EXACT,

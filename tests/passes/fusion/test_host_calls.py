@@ -7,12 +7,12 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dta_compile.passes.chunk_bytes import ChunkSizes
 from dta_compile.passes.fusion.host_calls import host_calls
 from dta_compile.passes.graphs.storage import view_source
 from dta_compile.passes.memory.in_place import in_place
 from dta_compile.passes.memory.working_memory import peaks_of
 from dta_compile.passes.stage_graphs import ChunkStages, StageGraphs, StageOfChunk
+from dta_compile.passes.value_bytes import ChunkSizes
 from tests.support.chunk_graphs import Run, nodes_of, program_of, targets
 from tests.support.families import build
 

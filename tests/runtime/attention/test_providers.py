@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dta_compile.errors import OptionError
+from dta_compile.runtime.attention.choose import PROVIDERS, provider_for
 from dta_compile.runtime.attention.cpu import FlashCPU
-from dta_compile.runtime.attention.layer import PROVIDERS, provider_for
 from dta_compile.runtime.attention.reference import Reference
 
 

@@ -20,7 +20,7 @@ from dta_compile.ops.recurrences.blocks import Runs
 from dta_compile.ops.recurrences.operators import RECURRENCES
 from dta_compile.runtime.calls import mixers
 from dta_compile.runtime.path.chunk_shape import ChunkShape
-from dta_compile.runtime.path.interface import RecurrentInputs
+from dta_compile.runtime.path.mixer_runtime import RecurrentInputs
 from dta_compile.runtime.recurrent import choose, fla
 from dta_compile.runtime.recurrent.layer import RecurrentLayerRuntime
 from tests.support.forests import draw_forest, segment

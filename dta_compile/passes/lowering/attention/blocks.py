@@ -24,7 +24,7 @@ from dta_compile.passes.graphs.nodes import SizeNodes, call, constructed
 from dta_compile.passes.graphs.operators import CASTS, COPIES, MASKED_FILLS, RESHAPES, aten
 from dta_compile.passes.lowering.attention.factors import Mismatch, number_of
 from dta_compile.passes.symbols import expression, sizes
-from dta_compile.proofs.proven_mask import CERTAIN, FORBIDDEN
+from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
 from dta_compile.torch_compat.sizes import FloorDiv, Mod, PythonMod
 
 SCATTERS = (aten.scatter.value, aten.scatter.src)

@@ -33,7 +33,7 @@ from dta_compile.passes.graphs.operators import (
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import expression, sizes
-from dta_compile.proofs.proven_mask import FORBIDDEN
+from dta_compile.proofs.mask_class import FORBIDDEN
 
 Slope: TypeAlias = float | fx.Node  # a node has the dimensions of the value, those of queries and keys with size 1
 Affine = tuple[sympy.Expr, sympy.Expr, sympy.Expr]  # a * q + b * k + c

@@ -37,6 +37,7 @@ from dta_compile.passes.graphs.operators import (
     SUMS,
     aten,
 )
+from dta_compile.passes.lowering.attention.bias_tables import Known, Tables
 from dta_compile.passes.lowering.attention.dimensions import CHANGES, Attention
 from dta_compile.passes.lowering.attention.distances import Distances
 from dta_compile.passes.lowering.attention.factors import MOVES, Arranger, Mismatch
@@ -44,7 +45,6 @@ from dta_compile.passes.lowering.attention.profiles import Profiles
 from dta_compile.passes.lowering.attention.rewrite import Rewrite
 from dta_compile.passes.lowering.attention.scores import FLOORS
 from dta_compile.passes.lowering.attention.softmaxes import spell_softmaxes
-from dta_compile.passes.lowering.attention.tables import Known, Tables
 from dta_compile.passes.lowering.attention.weight_sums import SPLITS, distribute_products
 from dta_compile.passes.program import has_tensor, where
 from dta_compile.passes.symbols import sizes

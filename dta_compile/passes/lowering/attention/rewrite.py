@@ -22,6 +22,7 @@ from dta_compile.ops.attention import BIAS, CALLS, SINKS, TABLE, TOKEN_SINKS, Ma
 from dta_compile.ops.scoring import Scoring
 from dta_compile.passes.graphs.nodes import call, constructed, may_have_gradient
 from dta_compile.passes.graphs.operators import aten
+from dta_compile.passes.lowering.attention.bias_tables import Known, Tables, by_depth
 from dta_compile.passes.lowering.attention.dimensions import Attention
 from dta_compile.passes.lowering.attention.distances import Distances, cast, labels_of, positions
 from dta_compile.passes.lowering.attention.factors import (
@@ -37,10 +38,9 @@ from dta_compile.passes.lowering.attention.factors import (
 )
 from dta_compile.passes.lowering.attention.profiles import Profiles
 from dta_compile.passes.lowering.attention.scores import is_added
-from dta_compile.passes.lowering.attention.tables import Known, Tables, by_depth
 from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import sizes
-from dta_compile.proofs.proven_mask import CERTAIN, FORBIDDEN
+from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
 
 
 class Rewrite:

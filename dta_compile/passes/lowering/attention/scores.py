@@ -30,7 +30,7 @@ from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, PRODUCTS, Q
 from dta_compile.passes.lowering.attention.factors import MOVES, Arranged, Dim, Mismatch, moved, number_of, unify
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import sizes
-from dta_compile.proofs.proven_mask import FORBIDDEN
+from dta_compile.proofs.mask_class import FORBIDDEN
 
 # Lower bounds of scores, by which models keep hidden scores finite.
 FLOORS = frozenset({aten.maximum.default, aten.clamp_min.default, aten.clamp_min.Tensor, aten.clamp.default})

@@ -22,7 +22,7 @@ from dta_compile.ops.experts.operators import EXPERT_LINEAR
 from dta_compile.ops.library import is_random
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens
-from dta_compile.passes.axes.token_rules import rule_for
+from dta_compile.passes.axes.tokenwise_operators import rule_for
 from dta_compile.passes.graphs.nodes import call, is_finite, is_item, raised, repeated, swaps
 from dta_compile.passes.graphs.operators import (
     LOOKUPS,

@@ -18,9 +18,9 @@ from dta_compile.executable.layers import AttentionLayer
 from dta_compile.executable.layouts import Layout
 from dta_compile.ops.attention import Masking
 from dta_compile.ops.mixer import MIXERS
-from dta_compile.passes.between.listing import field_of, graphs
 from dta_compile.passes.contracts import ContractError, Pass
 from dta_compile.passes.graphs.storage import owner, storages, view_source
+from dta_compile.passes.inspection.listing import field_of, graphs
 from dta_compile.passes.program import Mixed, Program, has_tensor, is_mutable, output_node, writes_in_place
 from dta_compile.torch_compat.operators import OpOverload
 

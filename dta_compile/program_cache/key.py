@@ -2,7 +2,7 @@
 
 It contains all that the passes may read: operators, arguments and values of the graph with the user's lines, sources of
 inputs, knowledge of sizes, constants by value, state of torch, options, and versions of the packages involved. It omits
-the sizes of the first call: conclusions of passes from them are guards, which are added again (`assumptions`). Objects
+the sizes of the first call: conclusions of passes from them are guards, which are added again (`size_guards`). Objects
 without such a text, like functions of other packages, whose code may change, raise `NotDescribed`.
 """
 
@@ -30,11 +30,11 @@ from torch import fx
 
 from dta_compile.ops.triton_use import has_triton, is_interpreted
 from dta_compile.passes import Program
-from dta_compile.passes.axes.token_rules import REGISTERED
+from dta_compile.passes.axes.tokenwise_operators import REGISTERED
 from dta_compile.passes.lowering.repeated_calls import PLAIN
 from dta_compile.passes.program import OUR_FOLDER, TORCH_FOLDER
 from dta_compile.passes.symbols import SYMBOLIC
-from dta_compile.program_cache.assumptions import known_of_sizes, shape_env_of
+from dta_compile.program_cache.size_guards import known_of_sizes, shape_env_of
 from dta_compile.torch_compat.operators import (
     OPDEFS,
     HigherOrderOperator,

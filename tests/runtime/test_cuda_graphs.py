@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import dta_compile
 from dta_compile.options import Options
-from dta_compile.runtime.replay import lease
+from dta_compile.runtime.cuda_graphs import arenas
 from tests.support.blocks import IMAGE, BlockLM, make
 from tests.support.cases import (
     LOSSES,
@@ -31,9 +31,9 @@ from tests.support.tiny import TinyLM, after, assert_same, gradients
 def replays():
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lease.ReplayCache, "pays", lambda cache, device, chunks: True)
-        patch.setattr(lease, "CudaRecorder", Recorder)
-        patch.setattr(lease, "SIZES", (4, 8))
+        patch.setattr(arenas.ReplayCache, "pays", lambda cache, device, chunks: True)
+        patch.setattr(arenas, "CudaRecorder", Recorder)
+        patch.setattr(arenas, "SIZES", (4, 8))
         yield
 
 
@@ -221,7 +221,7 @@ def test_attention_that_needs_the_host_runs_without(model, compiled, caplog):
 
 
 def test_a_stack_that_grows(model, compiled, monkeypatch):
-    monkeypatch.setattr(lease, "CAPACITY", 4)
+    monkeypatch.setattr(arenas, "CAPACITY", 4)
     chosen = Options(chunk_size=3, attention="reference")
     for length in (4, 4, 4, 30, 30, 30, 4, 4):
         check_transparent(model, compiled, make_case(chain(length), "right"), chosen, "weights")

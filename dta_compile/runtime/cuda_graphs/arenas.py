@@ -19,7 +19,7 @@ from dta_compile.executable.pieces import NO_CODES, Codes
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.plan import ReplayCounts
 from dta_compile.runtime.path.chunk_shape import ChunkTable
-from dta_compile.runtime.path.interface import AnyRuntime
+from dta_compile.runtime.path.mixer_runtime import AnyRuntime
 from dta_compile.runtime.path.stack import PathStack
 from dta_compile.runtime.path.token_states import Buffer, Reach
 from dta_compile.runtime.rows.upload import upload

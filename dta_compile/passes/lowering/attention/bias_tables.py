@@ -27,7 +27,7 @@ from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.lowering.attention.pair_entries import Operands, cut_from, operands_of, over
 from dta_compile.passes.program import ancestors, has_tensor, where
 from dta_compile.passes.symbols import sizes, value_of
-from dta_compile.proofs.proven_mask import CERTAIN, FORBIDDEN
+from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
 from dta_compile.torch_compat.sizes import statically_known_true
 
 Known = dict[tuple[fx.Node, Labels], fx.Node]

@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from dta_compile.executable.chunk import ChunkGraphs, Part
-from dta_compile.passes.chunk_bytes import total
 from dta_compile.passes.stage_graphs import ChunkStages
+from dta_compile.passes.value_bytes import total
 
 # Makes executable graphs from stages and the slots that they receive from other parts.
 Emit = Callable[[ChunkStages, tuple[int, ...]], ChunkGraphs]

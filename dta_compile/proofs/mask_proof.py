@@ -25,12 +25,12 @@ import sympy
 import torch
 import z3
 
+from dta_compile.proofs.call_facts import Facts
 from dta_compile.proofs.cases import Cases, Untranslatable, applications
 from dta_compile.proofs.formulas import Atom
 from dta_compile.proofs.logic import Logic
+from dta_compile.proofs.mask_class import FORBIDDEN, Bound, MaskClass
 from dta_compile.proofs.pairs import sequences_of
-from dta_compile.proofs.proven_mask import FORBIDDEN, Bound, MaskClass
-from dta_compile.proofs.tables import Facts
 from dta_compile.proofs.terms import Apply, Entry, Term, Terms, in_order, subterms
 
 SMALL = 40  # bound of token positions in counterexamples for messages

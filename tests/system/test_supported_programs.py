@@ -154,6 +154,9 @@ def test_adapters_that_each_row_chooses(model):
         compiled(ids, torch.tensor([0, 1, 3, 0, 0]))
     assert_equals_eager(adapted, compiled, model, ids, torch.tensor([1, 1, 1, 1, 1]))
     assert dta_compile.last_plan(compiled).stats.tree_tokens < tokens, "rows with the same adapter share their prefixes"
+    model.flat.padding_idx = 1  # so that this entry gets no gradient
+    with pytest.raises(RefusalError, match="tokens are mixed before the last attention"):
+        compiled_function(adapted)(ids, torch.tensor([0, 2, 2, 1, 0]))
 
 
 @pytest.mark.slow

@@ -83,7 +83,9 @@ def _chosen_by(node: fx.Node) -> fx.Node | None:
         return node.args[1][0] if len(node.args[1]) == 1 else None
     if node.target is aten.index_select.default:
         return node.args[2] if node.args[1] == 0 else None
-    return node.args[1] if node.target is aten.embedding.default else None
+    # An entry for padding gets no gradient, and scaled ones another; `padding_idx` is -1 where there is none.
+    is_plain = node.target is aten.embedding.default and node.args[2:3] in ((), (-1,)) and not any(node.args[3:])
+    return node.args[1] if is_plain else None
 
 
 def _numbers(arranger: Arranger, chosen: fx.Node) -> fx.Node:

@@ -24,8 +24,8 @@ from dta_compile.plan.tree.prefix_tree import PrefixTree
 
 CANDIDATES = ("packed", "dfs", "vanilla", "dense")  # the first one wins a tie
 LEAST_GAIN = 0.03  # share of the estimated seconds that larger chunks, which need more memory, must save
-WEIGHT_OF_TIME = 1.5  # a stride with which a step takes 10% longer must take 13% less memory
-LEAST_PARTS = 4  # of a stride: with fewer, hidden states of most parts are there at one time anyway
+WEIGHT_OF_TIME = 1.5  # exponent of seconds beside peak bytes: 10% more time must save 13% of the memory
+LEAST_PARTS = 4  # for a stride above 1: with fewer, the hidden states of most parts are alive together anyway
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +103,9 @@ def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -
     least = {sweep: choice.peak for sweep, choice in nothing.items()}
     left = {sweep: int(min(least.values()) + limits.budget - least[sweep]) for sweep in SWEEPS}
     free = {sweep: limits.of_sweep(sweep).budget or 0 for sweep in SWEEPS}
-    if not limits.is_asked_for and any(free.values()):  # a sweep with nothing free is out: its least may not fit
+    if not limits.is_asked_for and any(free.values()):  # with nothing free, even a sweep's least may not fit: it is out
         left = {sweep: budget or -1 for sweep, budget in free.items()}
-        if nothing["stages"].schedule.groups or nothing["stages"].schedule.stride > 1:  # as few as fit
+        if nothing["stages"].schedule.groups or nothing["stages"].schedule.stride > 1:  # the fewest that fit
             left["stages"] = 0
     choices = [chosen(sweep, budget, sizes_of[sweep]) for sweep, budget in left.items() if budget >= 0]
     best = min(choices, key=lambda choice: choice.seconds)
@@ -223,7 +223,7 @@ def _build(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Sch
 
 
 def _keeping_nothing(built: Callable[[Keep], Schedule], parts: int) -> Schedule:
-    """Return the schedule that keeps boundary values alone, and the graph of the last part that is needed first."""
+    """Return a schedule that keeps boundary values, and the graph of the last part that its backward needs first."""
     nothing = built(KEEP_NOTHING)
     if parts < 2:
         return nothing
@@ -233,12 +233,13 @@ def _keeping_nothing(built: Callable[[Keep], Schedule], parts: int) -> Schedule:
 def _stride(
     tree: PrefixTree, built: Callable[[Keep], Schedule], options: Options, limits: Limits
 ) -> tuple[int, float] | None:
-    """Return the stride at which values between parts are kept, and the bytes of the budget that they take.
+    """Return the stride, every how many parts boundary values are kept (1: always), and the bytes of the budget that
+    they take; None: they fit at no stride.
 
-    None: they do not fit at any stride. Usually all that fit are kept. If the user set the budget and parameters are
-    gathered from other ranks, with a budget of nothing the stride has the least product of predicted peak and seconds,
-    which count by `WEIGHT_OF_TIME`: where a layer's weights or a chunk's activations decide the peak, it hardly falls.
-    From there on the budget is first spent on more of these values, then on what else may be kept.
+    It is the smallest one that fits. Only if the user set the budget and parameters are gathered from other ranks, a
+    larger one may be chosen: with a budget of zero the one with the least product of predicted peak and seconds to the
+    power of `WEIGHT_OF_TIME`, since a larger stride costs time and hardly lowers a peak that weights or activations
+    make. The budget then pays for a smaller stride first, and for kept graphs after that.
     """
     parts = limits.parts
     is_weighed = limits.is_asked_for and any(part.gathered[0] for part in parts)
@@ -262,7 +263,7 @@ def _stride(
         ends = [passed[stretch[-1]] for stretch in stretches]
         whole = [sum(ends[:i]) + sum(passed[number] for number in stretch) for i, stretch in enumerate(stretches)]
         kept = max(*whole, sum(ends))
-        if kept > before:  # from about the root of the number of parts on, stretches take more than they save
+        if kept > before:  # beyond about the root of the number of parts, what a stretch computes again takes more
             break
         if (before := kept) <= room:
             halves = tree, run, parts, simulation.peak_stack_tokens, limits.head_starts, known

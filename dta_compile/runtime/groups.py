@@ -101,7 +101,7 @@ class GroupSweep:
         holds whole gradients of all layers.
         """
         run, parameters = group.runs[number], self.call.parameters(self.call.parts[number])
-        run.sums, run.leaves_sums = self.sums.pop(number, None), True
+        run.sums, run.hands_over_sums = self.sums.pop(number, None), True
         group.backward(number, self.grads, parameters)
         totals, run.sums = run.sums, None
         if totals is None:

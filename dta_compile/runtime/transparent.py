@@ -60,10 +60,11 @@ class TreeRun:
         is_last: the forward of this part ends that of the call.
         used: boundary values with a gradient, collected while the backward runs from the last part to the first.
         executor: executor of the forward half, with the graphs kept for one backward; another backward recomputes.
-        sums: of a group of subtrees, sums of parameter gradients that groups before it in the backward have left.
-        leaves_sums: the sums stay in `sums` for the next group, instead of becoming gradients.
-        reached: results whose gradients the sums have.
-        stretch: the stretch of parts that it belongs to; None: it receives what is kept.
+        sums: sums of parameter gradients to go on with, from the group of subtrees that went backward before; None:
+            they begin at zero.
+        hands_over_sums: its sums stay in `sums` for the next group of subtrees, instead of becoming gradients.
+        reached: positions of the outputs from which gradients have come into `sums`.
+        stretch: the stretch of parts that it belongs to; None: its own node saves all that it receives.
         next_part: the part that runs after its backward.
     """
 
@@ -73,7 +74,7 @@ class TreeRun:
         self.executor: Executor | None = None
         self.backward_half: Sequence[Op] = ()
         self.sums: Sequence[AnySum | None] | None = None
-        self.leaves_sums, self.reached = False, set[int]()
+        self.hands_over_sums, self.reached = False, set[int]()
         self.stretch: Stretch | None = None
         self.next_part = number - 1
 
@@ -192,7 +193,7 @@ class TreeRun:
         of_received = buffers.gradients_of_received
         del buffers
         self.sums, self.reached, nothing = None, used, [None] * len(part.reads)
-        if self.leaves_sums:
+        if self.hands_over_sums:
             self.sums = totals
             return [grad for chunk in self.chunks for grad in of_received.get(chunk, nothing)]
         of_parameters = finished_gradients(joint, totals, parameters, used)
@@ -200,10 +201,11 @@ class TreeRun:
 
 
 class Stretch:
-    """Consecutive parts that receive values of which only those from parts before them are kept.
+    """Consecutive parts of which only the values that enter from earlier parts are kept for the backward.
 
-    A backward begins at the last part, or at one with frontier values. The nodes of these save what is kept, and the
-    one that comes first runs the parts before it forward again.
+    Values that they pass to each other are computed again. A backward can begin at the last part, or at an earlier one
+    with frontier values, so the autograd nodes of all of these save the kept values. The node that goes backward first
+    runs the parts before it forward again.
 
     Attributes:
         parts: numbers of its parts.
@@ -219,7 +221,7 @@ class Stretch:
         self.values: dict[int, Sequence[torch.Tensor]] = {}
         self._written: set[int] = set()
         self._saved: dict[int, int] = {}  # by part, how many of the values to keep its node saves
-        self._lowest = parts[-1]  # that goes backward
+        self._lowest_backward = parts[-1]  # number of the earliest part that goes backward
 
     def begin(self, run: TreeRun, crossing: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Note what a part receives, before its forward."""
@@ -230,7 +232,7 @@ class Stretch:
     def to_save(self, run: TreeRun, goes_backward: bool) -> list[torch.Tensor]:
         """Return the tensors that the node of a part saves."""
         if goes_backward:
-            self._lowest = min(self._lowest, run.number)
+            self._lowest_backward = min(self._lowest_backward, run.number)
         kept, is_last = self.kept, run.number == self.parts[-1]
         if not (is_last or run.part.frontier):
             return []
@@ -253,7 +255,7 @@ class Stretch:
         for value in run.part.writes:  # all that read it have gone backward
             self.values.pop(value, None)
         received = [self.values[value][i] for i in range(chunks) for value in run.part.reads]
-        if run.number == self._lowest:
+        if run.number == self._lowest_backward:
             self.values = {}
         return received
 
@@ -265,7 +267,7 @@ class Stretch:
             with no_autocast():
                 received = [self.values[value][i] for i in range(len(run.chunks)) for value in run.part.reads]
                 sent, _ = run.forward_rows(received)
-            if layers is not None and run is not runs[-1]:  # which goes backward next but one
+            if layers is not None and run is not runs[-1]:  # whose weights its backward needs soon
                 layers.end(run.number)
             self.values |= {value: sent[i :: len(run.part.writes)] for i, value in enumerate(run.part.writes)}
 

@@ -19,7 +19,7 @@ from dta_compile.capture.flex_attention import eliminate_dead_code
 from dta_compile.capture.media.encoder_calls import check_counts, encode, token_positions
 from dta_compile.capture.media.feature_cut import Cut, unknown_use
 from dta_compile.capture.media.insertions import Insertion, insertions_of
-from dta_compile.capture.media.unit_wise import ROW_WISE, SHAPES, call_of
+from dta_compile.capture.media.unit_wise import CASTS_AND_COPIES, SHAPES, call_of
 from dta_compile.errors import RefusalError, RuntimeContractError
 from dta_compile.integrations.fully_shard_by_layer import gather_to_encode
 from dta_compile.ops.feature_tables import TABLE_ROWS
@@ -28,7 +28,13 @@ from dta_compile.runtime.encoders.distinct_media import as_table
 from dta_compile.runtime.encoders.encoder import Encoder, encoder_of
 from dta_compile.runtime.encoders.modules import EncoderModule
 
-EMBEDDED = {"embedding", "mul", "getitem", *ROW_WISE, *SHAPES}  # between tables and embeddings that are compared
+EMBEDDED = {
+    "embedding",
+    "mul",
+    "getitem",
+    *CASTS_AND_COPIES,
+    *SHAPES,
+}  # between tables and embeddings that are compared
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""Replace operators whose result has the entries of another value at their places, which rules do not see.
+"""Replace operators whose result equals another value entry for entry, so that later rules need not notice.
 
     x.view(a).view(x.shape)          x[:, arange(S)]          cat([x[:, :1], x[:, 1:]], 1)          cat([empty, x])
     cache[:, 0:S] = k;  k = cache[:, :S]          cache.index_copy_(1, arange(S), k)          cache[:, :, arange(S)] = k
 
-The second line is a KV cache that a call fills from its first token on, and reads as far as it is filled: attention
-then reads `k` itself. Writes over a value with a gradient are left, because eager mode gives the inputs of that value a
-gradient of zero, not none. Part of `lower`; after it no slice takes all of its operand.
+The second line is a static KV cache: a call writes `k` from position 0 on and reads back what it wrote, so that
+attention can read `k` itself. Writes over a value with a gradient are left, because eager mode gives the inputs of that
+value a gradient of zero, not none. Part of `lower`; after it no slice takes all of its operand.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def replace_same_entries(graph: fx.Graph, trained: Iterable[fx.Node]) -> None:
         if node.op != "call_function" or not has_tensor(node):
             continue
         _drop_empty_parts(node)
-        if (origin := _origin(node)) is not None:  # outputs stay values of their own
+        if (origin := _origin(node)) is not None:  # an output that is a view of another value stays one of its own
             node.replace_all_uses_with(origin, delete_user_cb=lambda user: user.op != "output")
-        elif (same := _only_part(node) or _kept(node, with_gradient)) is not None:
+        elif (same := _only_part(node) or _written_or_whole(node, with_gradient)) is not None:
             node.replace_all_uses_with(same)
     erase_unused(graph)
 
@@ -89,7 +89,7 @@ def _joined_again(node: fx.Node) -> fx.Node | None:
         return None
     source, *others = (part.args[0] for part in parts)
     if any(other is not source for other in others) or sizes(node) != sizes(source):
-        return None  # in few tokens, `x[:, :2]` and `x[:, -1:]` overlap
+        return None  # of few tokens, the slices `x[:, :2]` and `x[:, -1:]` overlap, and the result is longer than `x`
     dim = (node.args[1] if len(node.args) > 1 else 0) % len(sizes(source))
     size = sizes(source)[dim]
     joined: list[sympy.Expr] = [sympy.Integer(0)]
@@ -103,7 +103,7 @@ def _joined_again(node: fx.Node) -> fx.Node | None:
 
 
 def _position(bound: Any, size: sympy.Expr) -> sympy.Expr:
-    """Return the index that a bound of a slice means, if it is not cut to the size."""
+    """Return the position that a bound of a slice stands for, if it lies within the size; negative ones count back."""
     position = expression(value_of(bound))
     if position == sys.maxsize:
         return size
@@ -111,13 +111,13 @@ def _position(bound: Any, size: sympy.Expr) -> sympy.Expr:
 
 
 def _only_part(node: fx.Node) -> fx.Node | None:
-    """Return the only part of `cat`: a KV cache that starts empty, and is returned, appends its first keys so."""
+    """Return the operand of a `cat` of one: what a KV cache that starts empty and is returned appends first."""
     parts = node.args[0] if node.target is aten.cat.default else []
     return parts[0] if len(parts) == 1 and _are_alike(parts[0], node) else None
 
 
 def _drop_empty_parts(node: fx.Node) -> None:
-    """Drop what has no entries from the parts that `cat` joins: a KV cache starts so, and lists of states of layers."""
+    """Drop empty tensors from the operands of `cat`: KV caches, and lists of states of layers, start with one."""
     if node.target is not aten.cat.default:
         return
     parts = [part for part in node.args[0] if 0 not in sizes(part)]
@@ -126,8 +126,9 @@ def _drop_empty_parts(node: fx.Node) -> None:
         node.args = (parts, *node.args[1:])
 
 
-def _kept(node: fx.Node, with_gradient: set[fx.Node]) -> fx.Node | None:
-    """Return the value written to all entries of a node, or to those that a slice reads, or what it reads all of."""
+def _written_or_whole(node: fx.Node, with_gradient: set[fx.Node]) -> fx.Node | None:
+    """Return the value that equals a node: what it writes over all of a buffer; of a slice, what was written to the
+    range that it reads, or its operand if it takes all of that."""
     if node.target is not aten.slice.Tensor:
         written = _written(node, with_gradient)
         return written[0] if written is not None and _are_alike(written[0], node) else None

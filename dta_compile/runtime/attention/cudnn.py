@@ -1,15 +1,17 @@
-"""Attention provider that leaves large parts of a chunk to cuDNN: what all queries read of the stack, and what the
-tokens of a long slice read of their own slice.
+"""Attention provider that leaves large blocks of a chunk to cuDNN: rectangles and squares.
 
-A chunk that begins with the root path goes in two parts, so that what all of its branches read is such a rectangle.
-With a prefix of 8,192 tokens attention is 1.2 times as fast forward and 1.2 to 1.4 times backward (benchmarks/GPU.md).
-Our kernels add the rest of the stack and of the chunk's own tree to cuDNN's results, by the log-sum-exp of both.
+A rectangle is all queries of the chunk over the first tokens of the stack, without a mask. A square is a long slice
+over itself, causally. A chunk that begins at the root is divided into its trunk and its branches, for which the trunk
+is a rectangle. With a prefix of 8,192 tokens attention is 1.2 times as fast forward and 1.2 to 1.4 times backward
+(benchmarks/GPU.md). Our kernels add the rest of the stack and of the chunk's own tree to cuDNN's results, by the
+log-sum-exp of both.
 
-cuDNN makes a plan per shape, which takes 50 ms forward and backward each. So sizes are rounded, queries of a rectangle
-up with rows of zeros and the others down, and a plan is only made for sizes that have been met often.
+cuDNN makes a plan per shape, which takes 50 ms forward and backward each. So a plan is only made for sizes that have
+been met often, and sizes are rounded: the queries of a rectangle up, with rows of zeros; its keys, and squares, down.
 
-A value that is not finite spoils earlier queries of its square, which need not read it. Then our kernels take all
-squares of the call, as the GPU finds out by the sum of the results.
+cuDNN multiplies what a mask hides by zero, and 0 * NaN is NaN: a value that is not finite spoils earlier queries of its
+square. So the results of squares are added up on the GPU. If the sum is not finite they are dropped, and our kernels
+compute the squares of the call.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from dta_compile.runtime.path.chunk_shape import ChunkShape
 aten = torch.ops.aten
 logger = logging.getLogger("dta_compile")
 
-LEAST_QUERIES = 1024  # CUDA graphs, for which shapes are unknown, are of smaller chunks
+LEAST_QUERIES = 1024  # chunks in CUDA graphs, whose shapes vary between replays, are smaller
 LEAST_KEYS = 3072  # of a rectangle: over fewer our kernels are as fast
 LEAST_SQUARE = 2048  # tokens of a slice
 LARGEST_HEAD = 128
-WORTH = 3e10  # pairs of queries and keys, over heads and calls, after which a plan pays
+PAIRS_WORTH_A_PLAN = 3e10  # pairs of queries and keys, over heads and calls
 CAPABILITY, VERSION = (9, 0), 90_100  # of the device and of cuDNN
 
 
@@ -67,10 +69,10 @@ class CudnnAttention:
             return _joined(outs), torch.cat(logsumexps, 2)
         blocks = _blocks(x)
         for block in blocks:
-            _met[block.plan] += block.plan.pairs
+            _pairs_so_far[block.plan] += block.plan.pairs
         results = self._forward_rest(x, [(block, result) for block in blocks if (result := block.forward(x))])
-        if _compiles_now("forward", blocks):
-            self._forward_rest(x, [(block, block.no_outputs(x)) for block in blocks])
+        if _is_first_of_kind("forward", blocks):
+            self._forward_rest(x, [(block, block.zero_outputs(x)) for block in blocks])
         return results
 
     def _forward_rest(self, x: Operands, done: Sequence[Done]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,9 +106,9 @@ class CudnnAttention:
         blocks, given, of_prefix = _blocks(x), (grad, out, logsumexp), (prefix_key_grad, prefix_value_grad)
         done = [(block, result) for block in blocks if (result := block.backward(x, *given))]
         grads = self._backward_rest(x, given, of_prefix, done)
-        if _compiles_now("backward", blocks):
+        if _is_first_of_kind("backward", blocks):
             of_prefix = torch.zeros_like(prefix_key_grad), torch.zeros_like(prefix_value_grad)
-            self._backward_rest(x, given, of_prefix, [(block, block.no_gradients(x)) for block in blocks])
+            self._backward_rest(x, given, of_prefix, [(block, block.zero_gradients(x)) for block in blocks])
         return grads
 
     def _backward_rest(self, x: Operands, given: Given, of_prefix: OfPrefix, done: Sequence[Done]) -> Tensors:
@@ -166,7 +168,7 @@ class _Plan(NamedTuple):
 
     def run(self, function: Any, *arguments: Any, **further: Any) -> Tensors | None:
         """Call cuDNN; None: such blocks were not met often enough for a plan, or it does not take them."""
-        if _met[self] <= WORTH:
+        if _pairs_so_far[self] <= PAIRS_WORTH_A_PLAN:
             return None
         try:
             return tuple(function(*arguments, **further))
@@ -175,7 +177,7 @@ class _Plan(NamedTuple):
         except RuntimeError as error:
             text = str(error).splitlines()[0]
             logger.warning("dta: cuDNN does not take attention of this shape, our kernels do: %s", text)
-            _met[self] = -(1 << 62)
+            _pairs_so_far[self] = -(1 << 62)
             return None
 
 
@@ -200,12 +202,12 @@ class _Block(NamedTuple):
         how = random, random, None, None, None, plan.queries, plan.keys, 0.0, plan.is_causal
         return plan.run(run, of_out, query, *self._keys(x), result, statistics, *how, scale=x.scoring.scale)
 
-    def no_outputs(self, x: Operands) -> Tensors:
+    def zero_outputs(self, x: Operands) -> Tensors:
         """Return zeros in the place of results of `forward`."""
         out = torch.zeros_like(self._padded(x.query))
         return out, out.new_zeros((*out.shape[:3], 1), dtype=torch.float32)
 
-    def no_gradients(self, x: Operands) -> Tensors:
+    def zero_gradients(self, x: Operands) -> Tensors:
         """Return zeros in the place of results of `backward`."""
         return tuple(map(torch.zeros_like, (self._padded(x.query), *self._keys(x))))
 
@@ -214,7 +216,7 @@ class _Block(NamedTuple):
         return tensor[:, :, self.first : self.first + self.plan.queries]
 
     def _padded(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `rows_of`, and as many rows of zeros as lack: with gradients of zero these change no gradient."""
+        """Return `rows_of`, filled up with rows of zeros: with output gradients of zero these change no gradient."""
         rows = self.rows_of(tensor)
         if lacking := self.plan.queries - rows.shape[2]:
             rows = torch.nn.functional.pad(rows.transpose(1, 2), (0, 0, 0, 0, 0, lacking)).transpose(1, 2)
@@ -228,8 +230,8 @@ class _Block(NamedTuple):
 
 
 Done = tuple[_Block, Tensors]  # a block with its outputs or gradients
-_met: collections.Counter[_Plan] = collections.Counter()  # pairs of all calls
-_compiled: set[tuple[Any, ...]] = set()  # kernels for what cuDNN leaves over, see `_compiles_now`
+_pairs_so_far: collections.Counter[_Plan] = collections.Counter()  # of all calls
+_compiled: set[tuple[Any, ...]] = set()  # kinds of blocks, see `_is_first_of_kind`
 
 
 def _blocks(x: Operands) -> list[_Block]:
@@ -310,9 +312,12 @@ def _add(target: torch.Tensor, source: torch.Tensor, checked: torch.Tensor | Non
     add_kernel[(heads, -(-tokens // ROWS))](target, source, checked, tokens, *strides, **constants)
 
 
-def _compiles_now(kernels: str, blocks: Sequence[_Block]) -> bool:
-    """Return, once per kind of blocks, whether to run our kernels for what cuDNN leaves over and throw the results
-    away: they are compiled in the first step then, and not in the middle of a training."""
+def _is_first_of_kind(kernels: str, blocks: Sequence[_Block]) -> bool:
+    """Return whether a kind of block is met for the first time, and note it.
+
+    The caller then runs our kernels for what cuDNN leaves over once on zeros, so that they are compiled in the first
+    step and not when cuDNN takes over, in the middle of a training.
+    """
     kinds = {(kernels, *block.plan[2:]) for block in blocks}
     is_new = not kinds <= _compiled
     _compiled.update(kinds)

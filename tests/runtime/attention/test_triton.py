@@ -100,10 +100,10 @@ def small_blocks(patch, worth=0):
         "LEAST_QUERIES": 3,
         "LEAST_KEYS": 3,
         "LEAST_SQUARE": 4,
-        "WORTH": worth,
+        "PAIRS_WORTH_A_PLAN": worth,
     }.items():
         patch.setattr(cudnn, name, value)
-    cudnn._met.clear(), cudnn._compiled.clear()
+    cudnn._pairs_so_far.clear(), cudnn._compiled.clear()
 
 
 @interpreted
@@ -126,7 +126,7 @@ def test_a_library_does_what_all_queries_read_and_long_slices(case, worth):
             expected |= {False} if shape.start >= 3 else set()
             longest = max(part.last - part.first for part in shape.segments)
             expected |= {True} if longest >= 4 and not in_units else set()
-    assert {plan.is_causal for plan in cudnn._met} == expected
+    assert {plan.is_causal for plan in cudnn._pairs_so_far} == expected
     assert {(kind, is_causal) for kind, is_causal, *_ in cudnn._compiled} == {
         (kind, is_causal) for kind in ("forward", "backward") for is_causal in expected
     }
@@ -140,7 +140,7 @@ def test_what_a_square_of_a_library_does_not_read_leaves_no_trace(operand, token
     small_blocks(monkeypatch)
     case = Case(FORKED, kv_heads=1, dtype=torch.float32)
     check_unread(functools.partial(Run, case, cudnn.CudnnAttention), operand, token, float("nan"), tolerance=1e-5)
-    assert any(plan.is_causal for plan in cudnn._met)
+    assert any(plan.is_causal for plan in cudnn._pairs_so_far)
 
 
 class Library:

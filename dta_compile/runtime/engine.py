@@ -101,7 +101,7 @@ class Engine:
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """Return the outputs of the captured graph for its inputs."""
-        if any(isinstance(arg, torch.Tensor) and (arg.is_meta or isinstance(arg, FakeTensor)) for arg in args):
+        if any(map(is_without_values, args)):
             logger.info("dta: a call on tensors without values runs as captured: these have no prefixes")
             return tuple(as_captured(self.captured)(*args))
         if interception.is_active():  # the handler may read any parameter
@@ -359,6 +359,11 @@ class Engine:
         received = [dense[slot] for slot in self.executable.epilogue_slots]
         outputs: tuple[Any, ...] = self.executable.epilogue.function(*args, *frontier, *received)
         return outputs
+
+
+def is_without_values(arg: Any) -> bool:
+    """Return whether an argument is a tensor that has a shape alone: on the meta device, or of `FakeTensorMode`."""
+    return isinstance(arg, torch.Tensor) and (arg.is_meta or isinstance(arg, FakeTensor))
 
 
 def _require_no_streaming(mode: str) -> None:

@@ -172,9 +172,9 @@ class _Emitter:
         )
         peaks: list[Bytes] = [Bytes()]
         for number, (stage, kind) in enumerate(chunk.of_kinds()):
-            if name == "cache_only" and anchors[number] is None:
+            graph = anchors[number] if name == "cache_only" else name
+            if graph is None:
                 continue
-            graph = "forward_only" if name == "cache_only" and not anchors[number] else name
             for peak in kind.working[graph]:
                 add_peak(peaks, live.total.plus(peak))
             left.subtract(stage.reads)

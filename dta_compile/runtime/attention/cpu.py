@@ -112,7 +112,7 @@ def _keys(x: Operands) -> Keys:
         begins = chunk.begins if x.units else np.arange(chunk.tokens)
         arrays = begins, chunk.subtree_ends, chunk.depths
         begin, end, depth = (torch.from_numpy(array.astype(np.int32)) for array in arrays)
-        chunk.derived[Keys, limit, x.units] = Keys(begin, end, depth, *(limit or ()))
+        chunk.derived[Keys, limit, x.units] = Keys(begin, end, depth, *(limit[:2] if limit else ()))
     keys: Keys = chunk.derived[Keys, limit, x.units]
     return keys
 

@@ -70,6 +70,15 @@ class TinyLM(nn.Module):
         return self.head(self.hidden(ids, mask))
 
 
+class TiedLM(TinyLM):
+    """Its embedding is read by the first part and the last; one of its layers is trained, but gets no gradient."""
+
+    def __init__(self, layers: int, detached: int) -> None:
+        super().__init__(layers=layers)
+        self.head.weight = self.embedding.weight
+        self.blocks[detached].register_forward_hook(lambda block, inputs, output: output.detach())
+
+
 class BareLM(TinyLM):
     """`TinyLM` with weightless attention instead of blocks: compiles in half the time, for tests outside of blocks."""
 

@@ -14,7 +14,7 @@ from tests.support.tiny import (
     SEGMENTS,
     SMALL_CHUNKS,
     StatedLM,
-    TinyLM,
+    TiedLM,
     after,
     assert_same,
     shared_ids,
@@ -26,18 +26,9 @@ MASK = torch.arange(9) < torch.tensor([9, 5, 8, 1, 7])[:, None]
 BY_GROUPS = {**SMALL_CHUNKS, "sweep": "stages", "groups": 3}
 
 
-class Tied(TinyLM):
-    """Its embedding is read by the first part and the last; its first layer is trained, but gets no gradient."""
-
-    def __init__(self):
-        super().__init__(layers=3)
-        self.head.weight = self.embedding.weight
-        self.blocks[0].register_forward_hook(lambda block, inputs, output: output.detach())
-
-
 @pytest.fixture(scope="module")
 def model():
-    return Tied()
+    return TiedLM(layers=3, detached=0)
 
 
 @pytest.fixture(scope="module")

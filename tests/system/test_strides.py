@@ -16,6 +16,7 @@ from tests.support.tiny import (
     SEGMENTS,
     SMALL_CHUNKS,
     StatedLM,
+    TiedLM,
     TinyLM,
     after,
     assert_same,
@@ -28,18 +29,9 @@ MASK = torch.arange(9) < torch.tensor([9, 5, 8, 1, 7])[:, None]
 LAYERS = 5  # and so seven parts
 
 
-class Tied(TinyLM):
-    """Its embedding is read by the first part and the last; its second layer is trained, but gets no gradient."""
-
-    def __init__(self):
-        super().__init__(layers=LAYERS)
-        self.head.weight = self.embedding.weight
-        self.blocks[1].register_forward_hook(lambda block, inputs, output: output.detach())
-
-
 @pytest.fixture(scope="module")
 def model():
-    return Tied()
+    return TiedLM(layers=LAYERS, detached=1)
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 import dta_compile
-from benchmarks.batches.model import build_model, gradient_difference, gradients
+from benchmarks.batches.model import VOCABULARY, build_model, gradient_difference, gradients
 from benchmarks.batches.trees import build
-from benchmarks.batches.workloads import VOCABULARY, Workload, catalogue
+from benchmarks.batches.workloads import Workload, catalogue
 from benchmarks.measuring.measure import Runner
 from benchmarks.measuring.memory import peak_growth
 from benchmarks.methods.baselines import checkpoint, sparse_checkpoint

@@ -41,7 +41,7 @@ from benchmarks.batches.model import flops
 from benchmarks.methods.ours import compile_logprobs
 from dta_compile.executable.pieces import Piece
 from dta_compile.plan.summary import MeasuredRun
-from dta_compile.runtime.attention import layer
+from dta_compile.runtime.attention import choose
 from dta_compile.runtime.attention.provider import Operands, Tensors
 from dta_compile.runtime.calls.executor import Executor
 from dta_compile.runtime.cuda_graphs import arenas
@@ -206,7 +206,7 @@ def _counted() -> Iterator[Operators]:
 def _computing_nothing(replay: bool) -> Iterator[None]:
     """Replace attention, and replays of graphs, by stand-ins that compute nothing."""
     with (
-        mock.patch.dict(layer.PROVIDERS, {"reference": lambda *_: NoAttention()}),
+        mock.patch.dict(choose.PROVIDERS, {"reference": lambda *_: NoAttention()}),
         mock.patch.object(arenas.ReplayCache, "pays", lambda *_: replay),
         mock.patch.object(arenas.Recorded, "of", _recorded),
     ):

@@ -261,11 +261,11 @@ def show(rows: list[Row], insertions: list[Insertion], console: Console) -> None
     table.add_column("stream", no_wrap=True)
     for heading in ("producers", "taking", "rollouts", "tokens", "seconds", "tokens/s", "tokens/CPU s"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in insertions:
+    for insertion in insertions:
         table.add_row(
-            *(row.stream, str(row.producers), "yes" if row.meanwhile else "no"),
-            *(f"{row.rollouts:,}", f"{row.tokens:,}", f"{row.seconds:.2f}"),
-            *(f"{row.tokens_per_second:,.0f}", f"{row.tokens_per_cpu_second:,.0f}"),
+            *(insertion.stream, str(insertion.producers), "yes" if insertion.meanwhile else "no"),
+            *(f"{insertion.rollouts:,}", f"{insertion.tokens:,}", f"{insertion.seconds:.2f}"),
+            *(f"{insertion.tokens_per_second:,.0f}", f"{insertion.tokens_per_cpu_second:,.0f}"),
         )
     console.print(table)
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -73,7 +73,7 @@ METHODS = (
 )
 
 
-def step_of(method: Method, path: str, rollouts: list) -> tuple[Callable[[], Seconds], object]:
+def step_of(method: Method, path: str, rollouts: list) -> tuple[Callable[[], Seconds], Any]:
     """Return a function that runs one update, and the engine."""
     with contextlib.redirect_stdout(io.StringIO()):
         engine = engine_of(method.strategy, path, method.settings)

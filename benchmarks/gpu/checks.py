@@ -182,8 +182,8 @@ def graphs_equal_eager(device: torch.device) -> Check:
         for size in (64, 2048):
             for trial in trials:
                 replan(trial.function, chunk_size=size)
-            result = errors(*(trial.ours(batch) for trial in trials))
-            worst[f"batch {seed}, chunks of {size}"] = max(result.values())
+            differences = errors(*(trial.ours(batch) for trial in trials))
+            worst[f"batch {seed}, chunks of {size}"] = max(differences.values())
             replays = dta_compile.last_plan(with_graphs.function).estimates.replays
             replayed += replays.replayed if replays else 0
     result = _within("difference", worst, SAME)

@@ -100,10 +100,10 @@ def make_values(model: Qwen3ForCausalLM, way: str, start: Qwen3ForCausalLM | Non
     def values(rows: Rows, with_start: bool = False) -> Values:
         wanted = with_start and start is not None
         if way == "dta":
-            values.compiled = both if wanted else alone
+            values.compiled = both if wanted else alone  # type: ignore[attr-defined]
         return Values(*call(both if wanted else alone, rows))
 
-    values.compiled = None
+    values.compiled = None  # type: ignore[attr-defined]
     return values
 
 

@@ -59,7 +59,7 @@ class Learner:
     @property
     def compiled(self):
         """What `dta_compile.last_plan` takes; None for the dense ways."""
-        return self._values.compiled
+        return self._values.compiled  # type: ignore[attr-defined]
 
     def rehearse(self, vocabulary: int) -> None:
         """Compile, on rows of random tokens that share prefixes as turns do, so that no update has to."""

@@ -44,7 +44,9 @@ def model():
 
 @pytest.fixture(scope="module")
 def compiled_once(model):
-    return compile_with(model)
+    compiled = compile_with(model)
+    compiled(*make_case(chain(4), "right").arguments)  # options are set on what has been compiled
+    return compiled
 
 
 @pytest.fixture

@@ -59,7 +59,8 @@ class Inside:
         return engine
 
     def use(self, options: Options) -> None:
-        """Plan and run the next calls with other options; the compiled graphs stay."""
+        """Plan and run the next calls with other options; the compiled graphs stay. There has to be one already."""
+        assert self.engines, "nothing has been compiled that options could be set on"
         for engine in self.engines:
             engine.options = options
 

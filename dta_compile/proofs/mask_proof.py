@@ -72,13 +72,18 @@ def classify(term: Term, sizes: Mapping[str, sympy.Expr], facts: Facts) -> MaskC
     Raises:
         Unproven: no class can be proven.
     """
-    compared = {value for _, value in _compared_values(term, Terms(in_order(term))) if _is_number_of(value)}
+    # Whatever numbers are computed of a token, equal ones may tell sequences.
+    numbers = [value for _, value in _compared_values(term, Terms(in_order(term))) if _is_number_of(value)]
+    sums = [value for value in numbers if isinstance(value, Apply) and value.name in ("add", "sub", "rsub")]
+    if sums:  # z3 takes long to find that their parts have no such role
+        with contextlib.suppress(Unproven):
+            return _classify(term, sizes, facts, frozenset(sums))
     try:
         return _classify(term, sizes, facts)
     except Unproven:
-        if compared:  # whatever they are, equal numbers tell sequences
+        if numbers:
             with contextlib.suppress(Unproven):
-                return _classify(term, sizes, facts, frozenset(compared))
+                return _classify(term, sizes, facts, frozenset(numbers))
         raise
 
 

@@ -49,6 +49,7 @@ class Formulas(abc.ABC):
         float_role: assumption on floating-point values of a token from inputs: "binary" (zero or one) or "bias" (zero
             or at most -1e4). Recorded in `assumed`.
         integer_role: the same for integers; "" assumes nothing.
+        opaque: integer terms over "row" and "key" that stay uninterpreted functions of a token.
 
     Attributes:
         assumed: the terms over "row" and "key" that are assumed to be "binary", "bias", or "bounded" (of absolute value
@@ -64,9 +65,10 @@ class Formulas(abc.ABC):
         facts: Facts | None = None,
         float_role: str = "binary",
         integer_role: str = "",
+        opaque: frozenset[Term] = frozenset(),
     ) -> None:
         self.terms, self.sizes, self.facts = terms, dict(sizes), facts or Facts()
-        self.float_role, self.integer_role = float_role, integer_role
+        self.float_role, self.integer_role, self.opaque = float_role, integer_role, opaque
         self.solver = z3.Solver()
         self.solver.set("timeout", TIMEOUT)
         self.variables: dict[str, z3.ArithRef] = {}
@@ -180,6 +182,8 @@ class Formulas(abc.ABC):
         return boolean(self.value(term))
 
     def _translated(self, term: Term) -> Value:
+        if self.opaque and self._is_opaque(term):
+            raise Untranslatable(term)
         if isinstance(term, Const):
             return z3.BoolVal(term.value) if isinstance(term.value, bool) else case(term.value)
         if isinstance(term, Index):
@@ -246,6 +250,10 @@ class Formulas(abc.ABC):
             self._biased.add(term)
         hidden = -math.inf if pairs.hidden is None else pairs.hidden
         return Cases(((pairs.allowed, allowed), (hidden, z3.Not(allowed))))
+
+    def _is_opaque(self, term: Term) -> bool:
+        token = next(iter(term.indices - {"row"}), None)
+        return self._is_of_one_token(term) and self.terms.with_index(term, token or "key", "key") in self.opaque
 
     def _is_of_one_token(self, term: Term) -> bool:
         return len(term.indices - {"row"}) <= 1

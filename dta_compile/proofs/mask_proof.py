@@ -72,6 +72,25 @@ def classify(term: Term, sizes: Mapping[str, sympy.Expr], facts: Facts) -> MaskC
     Raises:
         Unproven: no class can be proven.
     """
+    # Whatever numbers are computed of a token, equal ones may tell sequences.
+    numbers = [value for _, value in _compared_values(term, Terms(in_order(term))) if _is_number_of(value)]
+    sums = [value for value in numbers if isinstance(value, Apply) and value.name in ("add", "sub", "rsub")]
+    if sums:  # z3 takes long to find that their parts have no such role
+        with contextlib.suppress(Unproven):
+            return _classify(term, sizes, facts, frozenset(sums))
+    try:
+        return _classify(term, sizes, facts)
+    except Unproven:
+        if numbers:
+            with contextlib.suppress(Unproven):
+                return _classify(term, sizes, facts, frozenset(numbers))
+        raise
+
+
+def _classify(
+    term: Term, sizes: Mapping[str, sympy.Expr], facts: Facts, opaque: frozenset[Term] = frozenset()
+) -> MaskClass:
+    """Return the class of a mask with `opaque` terms as numbers about which nothing is known; raise `Unproven`."""
     refused, is_decided = None, False
     with Z3_LOCK:
         roles = ("binary", ""), ("bias", ""), ("binary", "binary")
@@ -79,7 +98,7 @@ def classify(term: Term, sizes: Mapping[str, sympy.Expr], facts: Facts) -> MaskC
         for with_kept, (float_role, integer_role) in itertools.product((False, True), roles):
             if integer_role and is_decided:
                 continue  # the answer does not depend on what integers are taken for
-            logic = Logic(Terms(in_order(term)), sizes, facts, float_role, integer_role)
+            logic = Logic(Terms(in_order(term)), sizes, facts, float_role, integer_role, opaque)
             try:
                 return _Proof(term, logic, with_kept=with_kept).classify()
             except Unproven as error:
@@ -111,6 +130,24 @@ def forbidden_by(term: Term, sizes: Mapping[str, sympy.Expr], facts: Facts) -> f
     return None
 
 
+def _compared_values(term: Term, terms: Terms) -> Iterator[tuple[Apply, Term]]:
+    """Yield the parts of a mask that ask whether a value is equal at query and key, each with it over row and key."""
+    for part in subterms(term):
+        if not isinstance(part, Apply) or part.name not in ("eq", "ne") or not {"query", "key"} <= part.indices:
+            continue
+        first, second = part.args
+        if isinstance(first, Term) and isinstance(second, Term) and "query" in first.indices:
+            first, second = second, first
+        if isinstance(second, Term) and first is terms.with_index(second, "query", "key"):
+            yield part, first
+
+
+def _is_number_of(value: Term) -> bool:
+    """Return whether a value over row and key is an integer of each token that is computed from others."""
+    is_integer = not value.dtype.is_floating_point and value.dtype is not torch.bool
+    return is_integer and isinstance(value, Apply) and value.indices <= {"row", "key"}
+
+
 def _by_a_condition(term: Term, logic: Logic, with_kept: bool) -> MaskClass | None:
     """Return the class of a mask that lets padding attend to itself or others, with a condition on the key as padding.
 
@@ -121,7 +158,8 @@ def _by_a_condition(term: Term, logic: Logic, with_kept: bool) -> MaskClass | No
     of_key = [part for part in subterms(term) if part.indices - {"row"} == {"key"} and part.dtype is torch.bool]
     for condition in [part for part in of_key if logic.reads_inputs(part)][:MOST_CONDITIONS]:
         for is_real in (True, False):
-            other = Logic(Terms(in_order(term)), logic.sizes, logic.facts, logic.float_role, logic.integer_role)
+            roles = logic.float_role, logic.integer_role
+            other = Logic(Terms(in_order(term)), logic.sizes, logic.facts, *roles, logic.opaque)
             real = condition if is_real else other.terms.apply(torch.ops.aten.logical_not.default, condition)
             with contextlib.suppress(*undecided):
                 proof = _Proof(term, other, real, with_kept)
@@ -339,14 +377,10 @@ class _Proof:
         of_token = [part for part in parts if len(part.indices - {"row"}) == 1 and part.dtype is torch.bool]
         conditions = dict.fromkeys(self.terms.with_index(part, "query", "key") for part in of_token)
         both = [(part, self.terms.with_index(part, "key", "query")) for part in conditions]
-        for part in parts:
-            if not isinstance(part, Apply) or part.name != "eq" or not {"query", "key"} <= part.indices:
-                continue
-            first, second = part.args
-            if isinstance(first, Term) and isinstance(second, Term) and "query" in first.indices:
-                first, second = second, first
-            if first is self.terms.with_index(second, "query", "key"):
-                yield from ((self.logic.boolean(part), first, pair) for pair in ((), *both))
+        for part, value in _compared_values(self.term, self.terms):
+            same = self.logic.boolean(part)
+            equal = same if part.name == "eq" else z3.Not(same)
+            yield from ((equal, value, pair) for pair in ((), *both))
 
     def _window(self, *hypotheses: z3.BoolRef) -> int | None:
         """Return the least distance at which a key is forbidden although `hypotheses` hold; None if there is none."""

@@ -283,6 +283,7 @@ class _Shifts:
         if offset == 0 and (short := self._short_convolution(node)) is not None:
             return _Extended(short)
         source, weight, bias, stride, padding, dilation, is_transposed, _, groups = node.args
+        self._require(all(size.is_Integer for size in (sizes(source)[1], *sizes(weight))))
         channels, width = (int(size) for size in (sizes(source)[1], sizes(weight)[-1]))
         self._require(self.back == 1 and len(sizes(source)) == 3 and stride == [1] and not is_transposed)
         every = range(0, width * dilation[0], dilation[0])
@@ -304,6 +305,8 @@ class _Shifts:
     def _short_convolution(self, node: fx.Node) -> fx.Node | None:
         """Insert the mixer for a causal convolution of all tokens `[B, D, S]` by channel; None: it is another one."""
         source, weight, bias, stride, padding, dilation, is_transposed, _, groups = node.args
+        if not sizes(weight)[-1].is_Integer:  # a kernel as long as the row
+            return None
         width, before = int(sizes(weight)[-1]), padding[0]
         if source.target is aten.constant_pad_nd.default and not argument(source, 2, "value") and before == 0:
             before, *others = source.args[1]

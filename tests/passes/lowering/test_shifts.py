@@ -260,6 +260,11 @@ def convolved_in_the_middle(x, g):
     return x + F.conv1d(x.transpose(1, 2), kernel(g, WIDTH, WIDTH, 3), padding=1).transpose(1, 2)
 
 
+def convolved_over_the_whole_row(x, g):
+    taps = (0.1 ** torch.arange(x.shape[1])).to(x).expand(WIDTH, 1, -1)
+    return x + g * F.conv1d(F.pad(x.transpose(1, 2), (x.shape[1] - 1, 0)), taps, groups=WIDTH).transpose(1, 2)
+
+
 @pytest.mark.parametrize(
     "shift",
     [
@@ -269,6 +274,7 @@ def convolved_in_the_middle(x, g):
         relative_to_the_first,
         after_the_first_twice,
         convolved_in_the_middle,
+        convolved_over_the_whole_row,
     ],
 )
 def test_what_reads_other_tokens_is_refused(shift):

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 import z3
 
 from dta_compile.errors import RefusalError, RuntimeContractError
@@ -173,6 +174,18 @@ CLASSES = {
         lambda ids, mask: causal(ids) & (mask == 1)[:, None, None],
         [(IDS, 2 * MASK - (IDS == 5).long())],
         "== 1",
+        [0],
+    ),
+    "documents that end with a separator": (
+        lambda ids: causal(ids) & pairs((ids == 7).long().cumsum(1) - (ids == 7).long(), torch.eq),
+        [(IDS,)],
+        "a sequence for each",
+        [0],
+    ),
+    "separators of documents before this token": (
+        lambda ids: (~causal(ids) | pairs(F.pad((ids == 7).cumsum(1)[:, :-1], (1, 0)), torch.ne)).double() * -1e9,
+        [(IDS,)],
+        "a sequence for each",
         [0],
     ),
     "padding from ids": (lambda ids: causal(ids) & (ids != 0)[:, None, None], [(IDS,)], r"ids\[row, key\] != 0", [0]),

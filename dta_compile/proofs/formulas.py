@@ -194,7 +194,8 @@ class Formulas(abc.ABC):
         if isinstance(term, Entry):
             return self._entry(term)
         assert isinstance(term, Apply)
-        if term.dtype is torch.bool and self._is_of_one_token(term) and self._compares_inputs_as_floats(term):
+        floats = [arg for arg in term.operands if arg.dtype.is_floating_point]
+        if term.dtype is torch.bool and self._is_of_one_token(term) and any(map(self._may_be_any_float, floats)):
             raise Untranslatable(term)
         return self._applied(term)
 
@@ -250,10 +251,6 @@ class Formulas(abc.ABC):
     def _is_of_one_token(self, term: Term) -> bool:
         return len(term.indices - {"row"}) <= 1
 
-    def _compares_inputs_as_floats(self, term: Apply) -> bool:
-        """Return whether a boolean operator takes floating-point values of inputs, about which nothing is known."""
-        return any(self._may_be_any_float(arg) for arg in term.operands if arg.dtype.is_floating_point)
-
     def _may_be_any_float(self, term: Term) -> bool:
         """Return whether a floating-point term may have untested values of inputs; a `where` of numbers has not."""
         if isinstance(term, Apply) and term.name == "where":
@@ -262,7 +259,7 @@ class Formulas(abc.ABC):
         return any(self.reads_inputs(entry) and entry.leaf not in self.facts.pairs for entry in entries)
 
     def _is_binary(self, entry: Entry) -> bool:
-        """Whether calls test that an entry is zero or one, as something that was translated takes for granted."""
+        """Return whether calls test that an entry is zero or one, as a translated term assumes."""
         tokens = entry.indices - {"row"}
         if len(tokens) != 1:
             return False

@@ -62,7 +62,7 @@ def lm_head(program: Program) -> None:
             _Fusion(linear, top.meaning.scaling, [top]).replace_top()
         if tops:
             reductions = Reading(linear, trained).reductions
-        if reductions and not _depend_on_logits(linear, reductions):
+        if reductions and linear not in ancestors(_operands(reductions)):
             for scaling in dict.fromkeys(reduction.meaning.scaling for reduction in reductions):
                 own = [reduction for reduction in reductions if reduction.meaning.scaling == scaling]
                 _Fusion(linear, scaling, own).replace()
@@ -79,12 +79,12 @@ Halves = dict[Kind, tuple[fx.Node, Reduction]]
 
 def _crosses(readings: Readings) -> dict[fx.Node, Halves]:
     """Return the layer and the reduction of each half of sums over two layers, by the node of the sum."""
-    found: dict[fx.Node, Halves] = {}
+    crosses: dict[fx.Node, Halves] = {}
     for linear, reductions in readings.items():
         for reduction in reductions:
             if reduction.meaning.kind in HALVES:
-                found.setdefault(reduction.node, {})[reduction.meaning.kind] = linear, reduction
-    return found
+                crosses.setdefault(reduction.node, {})[reduction.meaning.kind] = linear, reduction
+    return crosses
 
 
 def _without_halves(readings: Readings) -> Readings:
@@ -99,7 +99,7 @@ def _without_halves(readings: Readings) -> Readings:
         }
         if not lonely:
             return readings
-        readings = {linear: [] if linear in lonely else found for linear, found in readings.items()}
+        readings = {linear: [] if linear in lonely else own for linear, own in readings.items()}
 
 
 def _replace_crosses(readings: Readings) -> None:
@@ -143,14 +143,11 @@ def _propagate(program: Program) -> None:
                     node.meta["val"] = pytree.tree_map_only(torch.Tensor, first_like, attribute)
                 case "call_function":
                     args = node.args[1:] if mixer_of_chunk(node.target) else node.args  # without the layer's number
-                    key = node.target, repr(fx.node.map_arg((args, node.kwargs), _name_of_value))
+                    named = fx.node.map_arg((args, node.kwargs), lambda arg: f"\0{id(arg.meta['val'])}")
+                    key = node.target, repr(named)
                     if key not in known:
                         known[key] = pytree.tree_map_only(torch.Tensor, first_like, _computed(node))
                     node.meta["val"] = known[key]
-
-
-def _name_of_value(node: fx.Node) -> str:
-    return f"\0{id(node.meta['val'])}"
 
 
 def _computed(node: fx.Node) -> Any:
@@ -174,11 +171,6 @@ def _operands(reductions: Sequence[Reduction]) -> list[fx.Node]:
     return [value for value in dict.fromkeys(operands) if isinstance(value, fx.Node)]
 
 
-def _depend_on_logits(linear: fx.Node, reductions: Sequence[Reduction]) -> bool:
-    """Return whether labels or scales are computed from the logits of `linear`."""
-    return linear in ancestors(_operands(reductions))
-
-
 # By reduction and what it reduces: an operator and the results of `dta::linear_log_prob` that it takes. Sums are
 # relative to the largest logit, so that they take the other result once per entry of the vocabulary.
 SUMS = {
@@ -192,11 +184,6 @@ REDUCTIONS: dict[tuple[Any, Kind], tuple[Any, ...]] = {
     **{(target, kind): sums for target in (aten.sum.dim_IntList, aten.mean.dim) for kind, sums in SUMS.items()},
     **{(aten.argmax.default, kind): (None, "best") for kind in (Kind.LOGITS, Kind.LOG_PROBS, Kind.PROBS)},
 }
-
-
-def _results_for(reduction: Reduction) -> tuple[str, ...]:
-    """Return the names of the results that a reduction takes, but for those of labels."""
-    return () if reduction.labels is not None else REDUCTIONS[reduction.node.target, reduction.meaning.kind][1:]
 
 
 class _Fusion:
@@ -213,7 +200,8 @@ class _Fusion:
         self._move_operands_before()
         with self.graph.inserting_before(self.linear):
             head, columns = self._head()
-            needed = {name for reduction in self.reductions for name in _results_for(reduction)}
+            whole = [reduction for reduction in self.reductions if reduction.labels is None]
+            needed = {name for each in whole for name in REDUCTIONS[each.node.target, each.meaning.kind][1:]}
             further = list(Further(*(name in needed for name in Further._fields)))
             fused = self._call(LINEAR_LOG_PROB, *head, further, self.dtype)
             results = Results(*(self._call(operator.getitem, fused, i) for i in range(len(Results._fields))))

@@ -51,7 +51,7 @@ def dense_graphs(program: Program) -> None:
 
 
 def _of_whole_batch(program: Program, draws: Draws) -> Mixed | None:
-    """What the epilogue does once for all sequences, if anything."""
+    """Return why the epilogue is one for all sequences; None if nothing in it is."""
     if draws.epilogue:
         drawn = draws.epilogue[0]
         return Mixed(f"{drawn.target} draws random numbers for all sequences at once", drawn)

@@ -54,22 +54,22 @@ class StageTrace:
 
     @property
     def mixing(self) -> list[fx.Node]:
-        """The mixer operators, one per layer."""
+        """Return the mixer operators, one per layer."""
         return [node for node in self.module.graph.nodes if mixer_of_chunk(node.target)]
 
     @property
     def states(self) -> list[fx.Node]:
-        """The states of all layers, which go on the path: keys and values, for attention."""
+        """Return the states of all layers, which go on the path: keys and values, for attention."""
         return list(dict.fromkeys(state for node in self.mixing for state in states_of(node)))
 
     @property
     def mixing_at_once(self) -> list[fx.Node]:
-        """The mixer operators without a running state, whose results may be kept: attention."""
+        """Return the mixer operators without a running state, whose results may be kept: attention."""
         return [node for node in self.mixing if not has_running_state(node)]
 
     @property
     def backward_results(self) -> list[fx.Node]:
-        """The gradients, and the mixers' backward operators, which add state gradients to the path."""
+        """Return the gradients, and the mixers' backward operators, which add state gradients to the path."""
         leaving = [node for node in self.module.graph.nodes if mixer_of_backward(node.target)]
         return [*(gradient for gradient in self.gradients if gradient is not None), *leaving]
 
@@ -266,7 +266,7 @@ class Segment:
 
     @functools.cached_property
     def layers(self) -> list[int]:
-        """The indices of its mixer layers, in order."""
+        """Return the indices of its mixer layers, in order."""
         return [int(node.args[0]) for node in self.nodes if mixer_of_chunk(node.target)]
 
     def module(self, root: fx.GraphModule) -> fx.GraphModule:

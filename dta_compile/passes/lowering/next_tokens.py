@@ -24,7 +24,8 @@ from dta_compile.ops.attention import ATTENTION_CALL, ATTENTION_MIXER, Masking
 from dta_compile.ops.experts.operators import EXPERT_LINEAR, EXPERT_SUM
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.ops.scoring import UNSCALED, Scoring
-from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
+from dta_compile.passes.axes.layouts import batch_and_tokens, mixer_calls
+from dta_compile.passes.graphs.arguments import Slice, dim_of, slice_of
 from dta_compile.passes.graphs.nodes import SizeNodes, call, descendants, erase_unused, is_pointwise
 from dta_compile.passes.graphs.operators import (
     CASTS,
@@ -39,9 +40,8 @@ from dta_compile.passes.graphs.operators import (
 )
 from dta_compile.passes.lowering.attention.distances import positions
 from dta_compile.passes.lowering.shifts import shifted
-from dta_compile.passes.program import ancestors, has_tensor
+from dta_compile.passes.program import ancestors, has_tensor, tensors_of
 from dta_compile.passes.symbols import expression, sizes
-from dta_compile.torch_compat.tensors import tree_leaves
 
 # Operators whose arguments name no token by its number.
 COPIED = (
@@ -92,8 +92,7 @@ def resized(
 
 def all_sizes(node: fx.Node) -> list[sympy.Expr]:
     """Return the sizes of all results of a call."""
-    results = [value for value in tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
-    return [expression(size) for value in results for size in value.shape]
+    return [expression(size) for value in tensors_of(node.meta["val"]) for size in value.shape]
 
 
 def pair_next_tokens(graph: fx.Graph, parameters: Collection[fx.Node]) -> None:
@@ -133,7 +132,8 @@ class _Pairs:
 
     def is_shift(self, node: fx.Node) -> bool:
         """Return whether a node is `x[:, :-1]` for all tokens `x`."""
-        return self._cut(node) is not None and not argument(node, 2, "start")
+        cut = self._cut(node)
+        return cut is not None and cut.start == 0
 
     def add(self, node: fx.Node) -> None:
         """Add the replacement of a node, if it has one; raises `CannotResize`."""
@@ -147,14 +147,14 @@ class _Pairs:
 
     def _replacement(self, node: fx.Node) -> fx.Node | None:
         is_learned = node in self.with_gradient
-        if (dim := self._cut(node)) is not None:
-            if argument(node, 2, "start") == 1:
-                return node.args[0]
-            if not self.is_shift(node):
+        if (cut := self._cut(node)) is not None:
+            if cut.start == 1:
+                return cut.source
+            if cut.start != 0:
                 raise CannotResize
             if is_learned:
-                return shifted(node.args[0], dim, self.batch, self.tokens)
-            return self._joined(call(self.graph, aten.slice.Tensor, node.args[0], dim, 0, 1), node, dim)
+                return shifted(cut.source, cut.dim, self.batch, self.tokens)
+            return self._joined(call(self.graph, aten.slice.Tensor, cut.source, cut.dim, 0, 1), node, cut.dim)
         read = [arg for arg in node.all_input_nodes if arg in self.whole]
         if not is_learned:
             value = node
@@ -170,18 +170,16 @@ class _Pairs:
             raise CannotResize
         return resized(self.graph, node, self.whole, self.sizes, (self.tokens, self.tokens + 1))
 
-    def _cut(self, node: fx.Node) -> int | None:
-        """Return the dimension that a slice cuts from all tokens to all but one; None for other nodes."""
-        if node.target is not aten.slice.Tensor:
+    def _cut(self, node: fx.Node) -> Slice | None:
+        """Return the slice that cuts all tokens to all but one; None for other nodes."""
+        if (part := slice_of(node)) is None:
             return None
-        dim = (argument(node, 1, "dim") or 0) % len(sizes(node))
-        before, after = sizes(node.args[0])[dim], sizes(node)[dim]
-        return dim if (before, after) == (self.tokens, self.tokens - 1) else None
+        before, after = sizes(part.source)[part.dim], sizes(node)[part.dim]
+        return part if (before, after) == (self.tokens, self.tokens - 1) else None
 
     def _is_of_features(self, node: fx.Node) -> bool:
         """Return whether a slice or `select` takes a part of a dimension that does not count tokens."""
-        shape = sizes(node.args[0])
-        return not shape[(argument(node, 1, "dim") or 0) % len(shape)].free_symbols
+        return not sizes(node.args[0])[dim_of(node)].free_symbols
 
     def _joined(self, first: fx.Node, rest: fx.Node, dim: int) -> fx.Node:
         return call(self.graph, aten.cat.default, [first, rest], dim)

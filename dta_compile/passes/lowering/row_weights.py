@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from dta_compile.ops.experts.operators import EXPERT_LINEAR
-from dta_compile.passes.graphs.nodes import call, copy_stack_trace, erase_unused
+from dta_compile.passes.graphs.nodes import call
 from dta_compile.passes.graphs.operators import aten
 from dta_compile.passes.lowering.attention.distances import cast, positions
 from dta_compile.passes.lowering.attention.factors import (
@@ -22,7 +22,8 @@ from dta_compile.passes.lowering.attention.factors import (
     Mismatch,
     leaves,
     product,
-    unify,
+    product_dims,
+    rewrite_products,
     whole,
 )
 from dta_compile.passes.symbols import sizes
@@ -30,15 +31,7 @@ from dta_compile.passes.symbols import sizes
 
 def multiply_by_experts(graph: fx.Graph) -> None:
     """Rewrite the batched products of a graph, one operand of which is chosen for each row out of a table."""
-    arranger = Arranger(graph)
-    for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
-        with graph.inserting_before(node):
-            try:
-                _multiply(arranger, node)
-            except Mismatch:
-                continue
-            copy_stack_trace(node)
-    erase_unused(graph)
+    rewrite_products(graph, _multiply)
 
 
 def _multiply(arranger: Arranger, node: fx.Node) -> None:
@@ -48,10 +41,7 @@ def _multiply(arranger: Arranger, node: fx.Node) -> None:
     weights, tokens = (left, right) if is_left else (right, left)
     if not _is_chosen(weights.base) or _is_chosen(tokens.base):
         raise Mismatch("no weights that rows choose")
-    (batch, rows, depth), (others, depth_of_right, columns) = left.dims, right.dims
-    unify(batch, others)
-    unify(depth, depth_of_right)
-    batch, rows, depth, columns = map(leaves, (batch, rows, depth, columns))
+    batch, rows, depth, columns = product_dims(left, right)
     rows, columns = (columns, rows) if is_left else (rows, columns)
     if leaves(weights.own[0]) != batch or not product(rows).free_symbols:
         raise Mismatch("products of other values than all tokens of a row")

@@ -21,7 +21,7 @@ from torch import fx
 from dta_compile.ops.attention import Masking
 from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, CHOSEN, Choosing
 from dta_compile.ops.scoring import Scoring
-from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.graphs.arguments import argument
 from dta_compile.passes.graphs.nodes import behind, call, constructed, descendants, erase_unused
 from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS, aten
 from dta_compile.passes.lowering.attention.blocks import Blocks, Written, operand_of_blocks
@@ -66,7 +66,7 @@ def recognise_choices(graph: fx.Graph, weights: Collection[fx.Node]) -> None:
         topk, leaves_out = written.topk, written.none is not None
         try:
             with graph.inserting_before(node):
-                if (topk, leaves_out) not in choices and (leaves_out or not _takes_all(topk)):
+                if (topk, leaves_out) not in choices and (leaves_out or _count(topk) != sizes(topk.args[0])[-1]):
                     choices[topk, leaves_out] = _Choice(topk, of_data, leaves_out).replaced(arranger, weights)
                 choice = choices.get((topk, leaves_out))
                 for visible in written.visible():
@@ -74,11 +74,6 @@ def recognise_choices(graph: fx.Graph, weights: Collection[fx.Node]) -> None:
         except Mismatch as mismatch:
             topk.meta["unrecognised_choice"] = str(mismatch)
     erase_unused(graph)
-
-
-def _takes_all(topk: fx.Node) -> bool:
-    """Return whether all entries are chosen, where a guard says that there are few of them."""
-    return _count(topk) == sizes(topk.args[0])[-1]
 
 
 def _count(topk: fx.Node) -> sympy.Expr:
@@ -210,7 +205,7 @@ class _Choice:
 
     def _summed(self, node: fx.Node) -> None:
         """Apply a sum over heads."""
-        dims, keeps = self.scores.dims, argument(node, 2, "keepdim")
+        dims, keeps = self.scores.dims, argument(node, "keepdim")
         if self.scores.is_changed or not self.is_positive:
             raise Mismatch("a sum of scores that are masked, or may be negative")
         self.by_head = dims

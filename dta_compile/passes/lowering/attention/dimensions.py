@@ -9,7 +9,7 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_MIXER, Masking
-from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.graphs.arguments import slice_of
 from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, DROPOUTS, MASKED_FILLS, aten
 from dta_compile.passes.lowering.attention.factors import MOVES, Arranged, Dim, Factor, Mismatch, leaves, moved, unify
 from dta_compile.passes.lowering.attention.scores import PathTo, Scores
@@ -167,8 +167,6 @@ def _behind(scores: Scores, steps: list[fx.Node], softmax: fx.Node, dim: int) ->
 
 def _require_keys(scores: Scores, node: fx.Node, source: fx.Node, dim: int) -> None:
     """Raise `Mismatch` unless a slice cuts off the column of sinks alone."""
-    start = argument(node, 2, "start") or 0
-    is_along = (argument(node, 1, "dim") or 0) % len(sizes(node)) == dim
-    is_rest = start == (1 if scores.has_sinks_in_front else 0)
-    if not (is_along and is_rest and sizes(source)[dim] - sizes(node)[dim] == 1):
+    is_rest = slice_of(node) == (source, dim, int(scores.has_sinks_in_front))
+    if not is_rest or sizes(source)[dim] - sizes(node)[dim] != 1:
         raise Mismatch("another part of the weights than those of keys")

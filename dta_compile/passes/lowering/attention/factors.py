@@ -8,16 +8,17 @@ share makes their factors the same (`unify`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.axes.shape_rules import order_of
-from dta_compile.passes.graphs.nodes import SizeNodes, call, filled_with
+from dta_compile.passes.graphs.arguments import operand_dims
+from dta_compile.passes.graphs.nodes import SizeNodes, call, copy_stack_trace, erase_unused, filled_with
 from dta_compile.passes.graphs.operators import (
     CASTS,
     COPIES,
@@ -27,7 +28,6 @@ from dta_compile.passes.graphs.operators import (
     PRODUCTS,
     QUOTIENTS,
     RESHAPES,
-    SQUEEZES,
     TRANSPOSITIONS,
     aten,
 )
@@ -103,26 +103,13 @@ def product(dim: Iterable[Factor]) -> sympy.Expr:
 
 def moved(node: fx.Node, dims: list[Dim]) -> list[Dim]:
     """Return the dimensions of a node of `MOVES`, given those of its operand; raises `Mismatch`."""
-    target, rank = node.target, len(dims)
-    if target in RESHAPES:
+    if node.target in RESHAPES:
         return _regrouped([factor for dim in dims for factor in dim], sizes(node))
-    if target in TRANSPOSITIONS:
-        return [dims[dim] for dim in order_of(node, rank)]
-    if target is aten.unsqueeze.default:
-        axis = node.args[1] % (rank + 1)
-        return [*dims[:axis], [], *dims[axis:]]
-    if target in SQUEEZES:
-        chosen = node.args[1] if len(node.args) > 1 else range(rank)
-        chosen = {dim % rank for dim in ([chosen] if isinstance(chosen, int) else chosen)}
-        return [dim for i, dim in enumerate(dims) if dim or i not in chosen]
-    if target is aten.expand.default:
-        after = sizes(node)
-        before: list[Dim] = [[] for _ in range(len(after) - rank)]
-        return [
-            [Factor(size)] if not dim and size != 1 else dim for dim, size in zip([*before, *dims], after, strict=True)
-        ]
-    if target is aten.repeat.default:
-        before = [[] for _ in range(len(node.args[1]) - rank)]
+    if (own := operand_dims(node)) is not None:
+        new = [[] if size == 1 else [Factor(size)] for size in sizes(node)]
+        return [new[i] if dim is None else dims[dim] for i, dim in enumerate(own)]
+    if node.target is aten.repeat.default:
+        before: list[Dim] = [[] for _ in range(len(node.args[1]) - len(dims))]
         times = [sizes(node)[i] / product(dim) for i, dim in enumerate([*before, *dims])]
         return [dim if n == 1 else [Factor(n), *dim] for dim, n in zip([*before, *dims], times, strict=True)]
     if _is_part(node):
@@ -222,6 +209,24 @@ def number_of(value: Any) -> float | None:
 
 def _is_part(node: fx.Node) -> bool:
     return node.target is aten.slice.Tensor and sizes(node) != sizes(node.args[0])
+
+
+def product_dims(left: Arranged, right: Arranged) -> tuple[Dim, Dim, Dim, Dim]:
+    """Return batch, rows, summed and columns of a batched product, by their leaves; raises `Mismatch`."""
+    (batch, rows, depth), (other_batch, other_depth, columns) = left.dims, right.dims
+    unify(batch, other_batch)
+    unify(depth, other_depth)
+    return leaves(batch), leaves(rows), leaves(depth), leaves(columns)
+
+
+def rewrite_products(graph: fx.Graph, rewrite: Callable[[Arranger, fx.Node], None]) -> None:
+    """Apply a rewriting to the batched products of a graph; those for which it raises `Mismatch` are left."""
+    arranger = Arranger(graph)
+    for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
+        with graph.inserting_before(node), contextlib.suppress(Mismatch):
+            rewrite(arranger, node)
+            copy_stack_trace(node)
+    erase_unused(graph)
 
 
 class Arranger:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.graphs.arguments import argument, sum_of
 from dta_compile.passes.graphs.nodes import behind, call
 from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, KEEP_ORDER, MASKED_FILLS, aten
 from dta_compile.passes.lowering.attention.factors import number_of
@@ -57,9 +57,8 @@ def _of_quotient(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.Nod
     if node.target is not aten.div.Tensor:
         return None
     total, beside = node.args[1], 0.0
-    sums = (aten.add.Tensor, aten.add.Scalar)
-    if isinstance(total, fx.Node) and total.target in sums and argument(total, 2, "alpha") in (None, 1):
-        total, beside = total.args[0], number_of(total.args[1]) or 0.0
+    if isinstance(total, fx.Node) and (added := sum_of(total)) is not None and added[2] > 0:
+        total, beside = added[0], number_of(added[1]) or 0.0
     if (dim := _reduced_along(node, aten.sum.dim_IntList, total)) is None or (
         total is not node.args[1] and beside <= 0
     ):
@@ -91,7 +90,7 @@ def _of_padding(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.Node
     """Return the concatenation of scores with a column that they are padded by, in front or behind."""
     if node.target is not aten.constant_pad_nd.default or not are_scores(node.args[0]):
         return None
-    (scores, widths), number, graph = node.args[:2], node.args[2] if len(node.args) > 2 else 0.0, node.graph
+    (scores, widths), number, graph = node.args[:2], argument(node, "value"), node.graph
     if list(widths) not in ([1, 0], [0, 1]) or not isinstance(number, (int, float)):
         return None
     column = call(graph, aten.full_like.default, call(graph, aten.slice.Tensor, scores, -1, 0, 1), number)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.graphs.arguments import dim_of, select_of, slice_of
 from dta_compile.passes.graphs.nodes import call, copy_stack_trace, is_item
 from dta_compile.passes.graphs.operators import CASTS, RESHAPES, aten
 from dta_compile.passes.lowering.attention.distances import cast
@@ -68,8 +68,8 @@ class _Distributing:
             return self._distributed(left, right)
         if not self.are_weights(right):
             return None
-        found = self._distributed(*(self._call(aten.transpose.int, one, 1, 2) for one in (right, left)))
-        return None if found is None else (self._call(aten.transpose.int, found[0], 1, 2), found[1])
+        new = self._distributed(*(self._call(aten.transpose.int, operand, 1, 2) for operand in (right, left)))
+        return None if new is None else (self._call(aten.transpose.int, new[0], 1, 2), new[1])
 
     def _distributed(self, combined: fx.Node, values: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
         moves = list[fx.Node]()
@@ -169,22 +169,18 @@ def _dims(node: fx.Node, moves: list[fx.Node]) -> tuple[list[Dim], list[Dim]]:
 
 def _part(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     """Return source, axis and number of the one of several equal parts along an axis that a node is; or None."""
-    if is_item(node) and node.args[0].target in SPLITS:
-        split = node.args[0]
-        source, number = split.args[0], node.args[1]
-        axis = argument(split, 1 if split.target is aten.unbind.int else 2, "dim") or 0
-    elif node.target is aten.select.int:
-        source, axis, number = node.args
-    elif node.target is aten.slice.Tensor and argument(node, 4, "step") in (None, 1):
-        source, axis = node.args[0], argument(node, 1, "dim") or 0
-        axis %= len(sizes(source))
-        start, size = argument(node, 2, "start") or 0, sizes(node)[axis]
+    if (selected := select_of(node)) is not None:
+        source, axis, number = selected
+    elif is_item(node) and node.args[0].target is aten.split.Tensor:
+        source, axis, number = node.args[0].args[0], dim_of(node.args[0]), node.args[1]
+    elif (part := slice_of(node)) is not None:
+        source, axis, start = part
+        size = sizes(node)[axis]
         if not isinstance(start, int) or not size.is_Integer or start % int(size):
             return None
         number = start // int(size)
     else:
         return None
-    axis %= len(sizes(source))
     count, size = sizes(source)[axis], 1 if len(sizes(node)) < len(sizes(source)) else sizes(node)[axis]
     if not (count.is_Integer and (count / size).is_Integer) or count == size:
         return None

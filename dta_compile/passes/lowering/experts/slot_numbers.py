@@ -12,7 +12,6 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import is_float
 from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, RESHAPES, aten
 from dta_compile.passes.symbols import sizes
@@ -48,12 +47,6 @@ def is_another_form(node: fx.Node) -> bool:
     is_column = node.target in KEEP_ORDER and len(sizes(source)) == 1 and all(size == 1 for size in sizes(node)[1:])
     same = is_column or sizes(node)[0] == sizes(source)[0]
     return same and not any(size.free_symbols for size in sizes(node)[1:])
-
-
-def descends(sort: fx.Node) -> bool:
-    """Return whether a sort is in descending order."""
-    position = 2 if sort.target is aten.sort.default else 3
-    return bool(argument(sort, position, "descending"))
 
 
 def counts_from_zero(node: fx.Node) -> bool:

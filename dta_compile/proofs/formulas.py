@@ -17,7 +17,7 @@ import torch
 import z3
 
 from dta_compile.proofs.call_facts import Facts, Table
-from dta_compile.proofs.cases import Cases, Ranges, Untranslatable, Value, as_integer, boolean, case, merged
+from dta_compile.proofs.cases import Cases, Ranges, Untranslatable, Value, as_integer, boolean, case, merged, values_of
 from dta_compile.proofs.mask_class import LONGEST_ROW
 from dta_compile.proofs.pairs import Pairs, sequences_of
 from dta_compile.proofs.terms import Apply, Const, Entry, Index, Number, Term, Terms, subterms
@@ -344,8 +344,3 @@ _OF_NUMBERS: dict[str, Callable[[Any, Any], Any]] = {
     "Max": lambda a, b: z3.If(a >= b, a, b),
     "Min": lambda a, b: z3.If(a <= b, a, b),
 }
-
-
-def values_of(dtype: torch.dtype) -> tuple[int, int]:
-    """Return the least and the greatest value of an integer or bool dtype."""
-    return (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)

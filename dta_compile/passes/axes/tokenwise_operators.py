@@ -236,16 +236,16 @@ def mixing(node: fx.Node, arguments: Arguments) -> Layout:
     mixer = MIXERS[node.target]
     operands, batch_dim = [value for _, value in mixer.over_tokens(node.args)], mixer.batch_dim
     first, both = arguments[operands[0]], " and ".join(operand.plural for operand in mixer.operands[:2])
-    for one, value in zip(mixer.operands, mixer.operands_of(node.args), strict=True):
-        if not one.has_tokens and arguments[value].labelled:
-            raise MixesTokens(f"its {one.plural} depend on the tokens")
-    for operand in operands:
-        layout = arguments[operand]
-        one_sequence = layout.dims[batch_dim] is None and sizes(operand)[batch_dim] == 1
+    for operand, value in zip(mixer.operands, mixer.operands_of(node.args), strict=True):
+        if not operand.has_tokens and arguments[value].labelled:
+            raise MixesTokens(f"its {operand.plural} depend on the tokens")
+    for value in operands:
+        layout = arguments[value]
+        one_sequence = layout.dims[batch_dim] is None and sizes(value)[batch_dim] == 1
         axes = {BATCH: None if one_sequence else Axis.BATCH, TOKENS: Axis.TOKEN}
         if layout.dims != tuple(axes.get(dim) for dim in mixer.dims[: len(layout.dims)]):
             expected = ", ".join(mixer.dims)
-            raise MixesTokens(f"{mixer.name} expects [{expected}], got {layout} of {sizes(operand)}")
+            raise MixesTokens(f"{mixer.name} expects [{expected}], got {layout} of {sizes(value)}")
         if layout.frame != first.frame:
             raise MixesTokens(f"its {both} are different tokens (a KV cache, or cross-attention)")
         if one_sequence != (first.dims[batch_dim] is None):
@@ -323,7 +323,7 @@ def rule_for(target: Any) -> Rule | None:
         return mixing
     if not is_tagged_pointwise(target):
         return None
-    gives_tensors = all(isinstance(one.type, torch.TensorType) for one in target._schema.returns)
+    gives_tensors = all(isinstance(result.type, torch.TensorType) for result in target._schema.returns)
     return pointwise if gives_tensors else None  # not one number for the whole tensor (aten.equal)
 
 

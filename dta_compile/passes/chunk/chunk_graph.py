@@ -19,7 +19,7 @@ from dta_compile.errors import RefusalError
 from dta_compile.executable.layouts import Axis, Flat, InputKind, Layout
 from dta_compile.ops.mixer import has_several_results
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.graphs.arguments import operand_dims
+from dta_compile.passes.graphs.arguments import dim_of, operand_dims
 from dta_compile.passes.graphs.nodes import erase_unused, is_uniform
 from dta_compile.passes.graphs.operators import OF_TWO_TENSORS, SQUEEZES, TAKE_A_SHAPE, aten
 from dta_compile.passes.graphs.subgraph import add_call, copied, graph_module
@@ -208,8 +208,7 @@ class _Builder:
         """Return whether a node slices the token axis: chunks compute all tokens, and frames say which are read."""
         if node.target is not aten.slice.Tensor or not self._is_per_token(node):
             return False
-        dim = node.args[1] if len(node.args) > 1 else 0
-        return self.program.layout(node).dims[dim] is not None
+        return self.program.layout(node).dims[dim_of(node)] is not None
 
     def _chunk_shape(self, layout: Layout, shape: Sequence[Any], in_head: bool) -> list[Any]:
         """Return the sizes of a value in a chunk, given those over the whole batch."""

@@ -18,8 +18,9 @@ from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.lm_head.operators import LINEAR_CROSS, LINEAR_LOG_PROB, LINEAR_TOP, Further, Head, Results
 from dta_compile.ops.mixer import mixer_of_chunk
 from dta_compile.passes.chunk.chunk_graph import fake_inputs, free_sizes
-from dta_compile.passes.chunk.logit_uses import CAST, TOPS, Kind, Reading, Reduction, Scaling, Step, top_dim
+from dta_compile.passes.chunk.logit_uses import CAST, TOPS, Kind, Reading, Reduction, Scaling, Step
 from dta_compile.passes.contracts import contract
+from dta_compile.passes.graphs.arguments import dim_of
 from dta_compile.passes.graphs.nodes import descendants, erase_unused, swaps
 from dta_compile.passes.graphs.operators import LINEAR_LAYERS, TRANSPOSITIONS, aten
 from dta_compile.passes.program import Program, ancestors
@@ -238,13 +239,12 @@ class _Fusion:
 
     def replace_top(self) -> None:
         """Replace `topk` or `max` by an operator for the indices and a gather, which is read as any other."""
-        (node,), dim = (reduction.node for reduction in self.reductions), top_dim(self.reductions[0].node)
-        source, (values, indices) = node.args[0], node.meta["val"]
+        node = self.reductions[0].node
+        source, dim, (values, indices) = node.args[0], dim_of(node), node.meta["val"]
         self._move_operands_before()
         with self.graph.inserting_before(self.linear):
             count = node.args[1] if node.target is aten.topk.default else 1
             top = self._call(LINEAR_TOP, *self._head()[0], count, self.dtype)
-            dim %= source.meta["val"].dim()
             others = [size for i, size in enumerate(source.meta["val"].shape) if i != dim]
             kept = self._call(
                 aten.movedim.int, self._call(aten.reshape.default, top, self._shape([*others, count])), -1, dim

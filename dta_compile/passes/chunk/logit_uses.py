@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import fx
 
+from dta_compile.passes.graphs.arguments import argument, dim_of
 from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, PRODUCTS, QUOTIENTS, TRANSPOSITIONS, aten
 
 Step = tuple[bool, Any]
@@ -270,9 +271,9 @@ class Reading:
 
     def _top(self, node: fx.Node) -> Reduction | None:
         """Read their largest entries as those of the logits, whose values are gathered by index."""
-        meaning, is_largest = self.meanings[node.args[0]], node.args[3:4] in ((), (True,))
+        meaning, is_largest = self.meanings[node.args[0]], argument(node, "largest") is not False
         rises = meaning.kind in GATHERED and meaning.factor > 0 and is_largest
-        fits = rises and isinstance(node.args[1], int) and self._is_over_vocabulary(node.args[0], [top_dim(node)])
+        fits = rises and isinstance(node.args[1], int) and self._is_over_vocabulary(node.args[0], [dim_of(node)])
         return Reduction(node, meaning) if fits else None
 
     def _kind(self, node: fx.Node) -> Kind | None:
@@ -289,11 +290,6 @@ class Reading:
 
     def _long_dims(self, node: fx.Node) -> list[str]:
         return [size for size in self._sizes(node) if size != "1"]
-
-
-def top_dim(node: fx.Node) -> int:
-    """Return the dimension of a `topk` or `max`."""
-    return (*node.args, -1)[2] if node.target is aten.topk.default else node.args[1]
 
 
 def _is_number(by: Any) -> bool:

@@ -109,7 +109,7 @@ def _dense_layer(program: Program, epilogue: list[fx.Node], weights: set[fx.Node
         is_layer = node.target in MATRIX_PRODUCTS and not weights.isdisjoint(node.all_input_nodes)
         if not is_layer or not any(_has_tokens(program, arg) for arg in node.all_input_nodes if arg not in weights):
             continue
-        for source in ancestors([node], stop=lambda one: one in program.region):
+        for source in ancestors([node], stop=program.region.__contains__):
             if "unrecognised" in source.meta:
                 raise source.meta["unrecognised"]
         return where(node)
@@ -179,7 +179,7 @@ def _refuse_absolute_strides(program: Program) -> None:
     for node in program.graph.nodes:
         if node.target is not aten.as_strided.default or node in program.region:
             continue
-        if strided := gaps & ancestors([node], stop=lambda one: one in program.region):
+        if strided := gaps & ancestors([node], stop=program.region.__contains__):
             raise RefusalError(
                 "as_strided counts entries of memory, and this value has other memory than in eager mode",
                 where=where(node),

@@ -25,7 +25,7 @@ from dta_compile.ops.mixer import mixer_of_backward, mixer_of_chunk
 from dta_compile.passes.gradients.simplify import simplify
 from dta_compile.passes.graphs.nodes import descendants, is_item, sizes_from_inputs
 from dta_compile.passes.graphs.storage import write_to_new_values
-from dta_compile.passes.graphs.subgraph import Subgraph, graph_module, missing
+from dta_compile.passes.graphs.subgraph import Subgraph, missing
 from dta_compile.passes.program import ancestors, output_node, where_now
 from dta_compile.torch_compat.tracing import make_fx
 
@@ -271,12 +271,11 @@ class Segment:
 
     def module(self, root: fx.GraphModule) -> fx.GraphModule:
         """Return the segment as a module."""
-        part = Subgraph()
-        part.add_inputs(self.inputs)
+        subgraph = Subgraph()
+        subgraph.add_inputs(self.inputs)
         for node in self.nodes:
-            part.copied(node)
-        part.set_outputs(self.outputs)
-        return graph_module(root, part.graph)
+            subgraph.copied(node)
+        return subgraph.module(root, self.outputs)
 
     def signature(self) -> Hashable:
         """Return a key that is equal for segments that compute the same, up to the indices of their layers."""

@@ -38,7 +38,7 @@ def argument(node: fx.Node, name: str) -> Any:
 def dim_of(node: fx.Node) -> int:
     """Return the dimension of its operand that an operator works along, counted from the front."""
     operand = node.args[0] if isinstance(node.args[0], fx.Node) else node.args[0][0]
-    return int(argument(node, "dim") or 0) % operand.meta["val"].dim()
+    return int(argument(node, "dim") or 0) % max(operand.meta["val"].dim(), 1)
 
 
 class Slice(NamedTuple):
@@ -62,6 +62,15 @@ def select_of(node: fx.Node) -> tuple[fx.Node, int, Any] | None:
     if is_item(node) and node.args[0].target is aten.unbind.int:
         return node.args[0].args[0], dim_of(node.args[0]), node.args[1]
     return None
+
+
+def indices_of(node: fx.Node) -> dict[int, fx.Node]:
+    """Return the indices at which an operator reads or writes entries, by dimension of its operand."""
+    if node.target is aten.embedding.default:
+        return {0: node.args[1]}
+    if isinstance(node.args[1], (list, tuple)):
+        return {dim: index for dim, index in enumerate(node.args[1]) if index is not None}
+    return {dim_of(node): node.args[2]}
 
 
 def where_of(node: fx.Node) -> tuple[fx.Node, Any, Any] | None:

@@ -26,7 +26,7 @@ from dta_compile.ops.mixer import MIXERS
 from dta_compile.ops.scoring import UNSCALED, Scoring
 from dta_compile.passes.axes.layouts import batch_and_tokens, mixer_calls
 from dta_compile.passes.graphs.arguments import Slice, dim_of, slice_of
-from dta_compile.passes.graphs.nodes import SizeNodes, call, descendants, erase_unused, is_pointwise
+from dta_compile.passes.graphs.nodes import SizeNodes, call, column, descendants, erase_unused, is_pointwise
 from dta_compile.passes.graphs.operators import (
     CASTS,
     COPIES,
@@ -190,15 +190,14 @@ class _Pairs:
         if masking is None or masking != Masking.causal(Scoring(masking.scoring.scale)):
             raise CannotResize
         query, key, value = (self.whole.get(arg, arg) for arg in node.args[:3])
-        one = call(self.graph, aten.full_like.default, call(self.graph, aten.slice.Tensor, query, 3, 0, 1), 1.0)
         like = key.meta["val"]
         index = positions(self.graph, self.sizes.build(self.tokens), like)
         is_first = call(self.graph, aten.unsqueeze.default, call(self.graph, aten.eq.Scalar, index, 0), 1)
-        none = call(self.graph, aten.full_like.default, call(self.graph, aten.slice.Tensor, key, 3, 0, 1), 0.0)
+        none = column(key, 0.0)
         never = call(self.graph, aten.full_like.default, none, torch.finfo(like.dtype).min / 4)
         bias = call(self.graph, aten.where.self, is_first, never, none)
-        query = call(self.graph, aten.mul.Tensor, query, masking.scoring.scale)
-        query, key = (call(self.graph, aten.cat.default, pair, 3) for pair in ([query, one], [key, bias]))
+        pairs = [call(self.graph, aten.mul.Tensor, query, masking.scoring.scale), column(query, 1.0)], [key, bias]
+        query, key = (call(self.graph, aten.cat.default, pair, 3) for pair in pairs)
         return call(self.graph, ATTENTION_CALL, query, key, value, *Masking.causal(UNSCALED).arguments)
 
     def replace(self) -> None:

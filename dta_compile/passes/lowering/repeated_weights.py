@@ -19,6 +19,7 @@ from dta_compile.passes.lowering.attention.factors import (
     Arranger,
     Dim,
     Mismatch,
+    leaves,
     product_dims,
     rewrite_products,
 )
@@ -47,7 +48,8 @@ def _multiply(arranger: Arranger, node: fx.Node) -> None:
     if not any(map(_is_repeated, node.args)):
         raise Mismatch("no operand that is repeated")
     left, right = map(Arranged.of, node.args)
-    batch, rows, depth, columns = product_dims(left, right)
+    (batch,), *others = product_dims(left, right)
+    batch, rows, depth, columns = map(leaves, (batch, *others))
     shared, of_left, of_right = Dim(), Dim(), Dim()
     for factor in batch:
         is_rows, is_columns = (factor.size.free_symbols and not other.has(factor) for other in (right, left))
@@ -56,8 +58,8 @@ def _multiply(arranger: Arranger, node: fx.Node) -> None:
         return
     dims = [shared] * bool(shared), [*of_left, *rows], [*of_right, *columns]
     operator = aten.bmm.default if shared else aten.mm.default
-    one = arranger.arrange(left, [*dims[0], dims[1], depth])
-    other = arranger.arrange(right, [*dims[0], depth, dims[2]])
-    product = call(node.graph, operator, one, other)
+    first = arranger.arrange(left, [*dims[0], dims[1], depth])
+    second = arranger.arrange(right, [*dims[0], depth, dims[2]])
+    product = call(node.graph, operator, first, second)
     own = [*dims[0], *dims[1:]]
     node.replace_all_uses_with(arranger.arrange(Arranged(product, own, own), [batch, rows, columns]))

@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.graphs.arguments import argument, dim_of, slice_of
+from dta_compile.passes.graphs.arguments import argument, dim_of, indices_of, slice_of
 from dta_compile.passes.graphs.nodes import erase_unused
 from dta_compile.passes.graphs.operators import CASTS, DIFFERENTIABLE_COPIES, FILLS, RANGES, RESHAPES, aten
 from dta_compile.passes.lowering.experts.slot_numbers import counts_from_zero
@@ -71,14 +71,9 @@ def _before_views(node: fx.Node) -> fx.Node | None:
 
 
 def _indexed_in_order(node: fx.Node) -> fx.Node | None:
-    source, *indices = node.args
-    if node.target is aten.index.Tensor:
-        indices = [one for dim, index in enumerate(indices[0]) if index is not None for one in (dim, index)]
-    if len(indices) != 2:
-        return None
-    dim, index = indices[0] % len(sizes(source)), indices[1]
+    source, ((dim, index), *others) = node.args[0], indices_of(node).items()
     is_range = index.target in RANGES and counts_from_zero(index)
-    return source if is_range and sizes(index) == (sizes(source)[dim],) else None
+    return source if is_range and not others and sizes(index) == (sizes(source)[dim],) else None
 
 
 def _joined_again(node: fx.Node) -> fx.Node | None:
@@ -144,21 +139,13 @@ def _written(node: fx.Node, with_gradient: set[fx.Node]) -> tuple[fx.Node, int] 
     if node.op != "call_function" or node.args[0] in with_gradient:
         return None
     if node.target is aten.slice_scatter.default:
-        value, dim = node.args[1], argument(node, "dim")
-        if argument(node, "start") not in (None, 0) or argument(node, "step") != 1:
-            return None
-    elif node.target is aten.index_copy.default:
-        dim, index, value = node.args[1:]
-        if not _numbers_all_tokens(index):
-            return None
-    elif node.target is aten.index_put.default and not argument(node, "accumulate"):
-        *whole, index = node.args[1]
-        dim, value = len(whole), node.args[2]
-        if any(one is not None for one in whole) or not _numbers_all_tokens(index):
-            return None
-    else:
+        is_first = argument(node, "start") in (None, 0) and argument(node, "step") == 1
+        return (node.args[1], dim_of(node)) if is_first else None
+    if node.target not in (aten.index_copy.default, aten.index_put.default) or argument(node, "accumulate"):
         return None
-    return value, dim % node.meta["val"].dim()
+    (dim, index), *others = indices_of(node).items()
+    is_first = not others and _numbers_all_tokens(index)
+    return (node.args[3 if node.target is aten.index_copy.default else 2], dim) if is_first else None
 
 
 def _numbers_all_tokens(index: fx.Node) -> bool:

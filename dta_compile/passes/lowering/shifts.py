@@ -387,7 +387,7 @@ class _Shifts:
         matrix = behind(matrix, RESHAPES | COPIES)
         shape = sizes(matrix)
         self._require(self.back == 2 and len(shape) == 3 and sizes(node)[:2] == shape[:2] and not product.kwargs)
-        self._require(not any(size.free_symbols for one in (*bias, weight) for size in sizes(one)))
+        self._require(not any(size.free_symbols for value in (*bias, weight) for size in sizes(value)))
         source = self.at(matrix, offset)
         if not sizes(source.node):  # one number
             row = call(self.graph, aten.expand.default, source.node, [1, int(shape[2])])
@@ -446,7 +446,7 @@ class _Shifts:
         if len(shape) != 3:
             lead = [call(graph, aten.sym_size.int, rows, i) for i in (0, 1)]
             rows = call(graph, aten.reshape.default, rows, [*lead, features])
-        taps = [call(graph, aten.full.default, [features, n], one, **_like(node)) for n, one in ((1, 1), (count, 0))]
+        taps = [call(graph, aten.full.default, [features, n], tap, **_like(node)) for n, tap in ((1, 1), (count, 0))]
         weight = call(graph, aten.cat.default, taps, 1)
         rows = call(graph, torch.ops.dta.token_shift.default, rows, weight, None)
         if len(shape) != 3:

@@ -188,7 +188,7 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
             got=mixed.reason,
             hint="switch router noise or jitter off, or call model.eval()",
         )
-    elif any(one.target in SORTS and not is_float(one.args[0]) for one in (mixed.node, *mixed.node.users)):
+    elif any(node.target in SORTS and not is_float(node.args[0]) for node in (mixed.node, *mixed.node.users)):
         return RefusalError(
             "tokens are sorted by the experts that they chose, which hides that each is computed by itself",
             where=where(mixed.node),

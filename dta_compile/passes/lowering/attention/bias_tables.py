@@ -19,7 +19,7 @@ from torch import fx
 
 from dta_compile.ops.distances import BY_DEPTH, ENTRIES_BY_DISTANCE, HIDDEN_PAIRS
 from dta_compile.passes.axes.shape_rules import Labels, labels_in
-from dta_compile.passes.graphs.arguments import slice_of, where_of
+from dta_compile.passes.graphs.arguments import indices_of, slice_of, where_of
 from dta_compile.passes.graphs.nodes import call, constructed, filled_with, is_float
 from dta_compile.passes.graphs.operators import RANGES, RESHAPES, SUMS, aten
 from dta_compile.passes.lowering.attention.distances import Affine, Distances, Slope, hides, positions
@@ -162,13 +162,9 @@ class Tables(Distances):
         The value may have a row for each distance, which a prefix tree has no place for: an embedding of a range, or
         what a network makes of one. So the rows are computed of those that are picked from the range.
         """
-        if node.target is aten.index.Tensor:
-            source, indices = node.args[:2]
-        elif node.target is aten.embedding.default:
-            source, indices = node.args[0], [node.args[1]]
-        else:
+        if node.target not in (aten.index.Tensor, aten.embedding.default):
             return None
-        (dim, index), *others = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+        source, ((dim, index), *others) = node.args[0], indices_of(node).items()
         own = labels[dim : dim + len(sizes(index))]
         if others or own not in (("q", "k"), ("k", "q"), ("qk",), ("kq",)) or over(labels) != over(own):
             return None

@@ -22,7 +22,7 @@ from dta_compile.ops.attention import Masking
 from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, CHOSEN, Choosing
 from dta_compile.ops.scoring import Scoring
 from dta_compile.passes.graphs.arguments import argument
-from dta_compile.passes.graphs.nodes import behind, call, constructed, descendants, erase_unused
+from dta_compile.passes.graphs.nodes import behind, call, column, constructed, descendants, erase_unused
 from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS, aten
 from dta_compile.passes.lowering.attention.blocks import Blocks, Written, operand_of_blocks
 from dta_compile.passes.lowering.attention.dimensions import Attention
@@ -194,10 +194,8 @@ class _Choice:
         other, dims = Arranged.of(node.args[-1 if is_left else -2]), self.scores.dims
         if node.target is aten.baddbmm.default:
             raise Mismatch("something added to index scores")
-        for one, another in zip(dims[:-2], other.dims[:-2], strict=True):
-            unify(one, another)
         summed, kept = (-1, -2) if is_left else (-2, -1)
-        unify(dims[summed], other.dims[kept])
+        unify([*dims[:-2], dims[summed]], [*other.dims[:-2], other.dims[kept]])
         if leaves(other.dims[summed]):
             raise Mismatch("several index scores of a key")
         self.by_head, self.weights, ends = dims, other, [dims[kept], other.dims[summed]]
@@ -216,7 +214,7 @@ class _Choice:
         """Insert the call that makes the choice, `[B, 1, S, count]`."""
         scores = self.scores
         key = scores.dims[-1]
-        keys = next((one for one in (scores.left, scores.right) if all(map(one.has, leaves(key)))), scores.right)
+        keys = next((side for side in (scores.left, scores.right) if all(map(side.has, leaves(key)))), scores.right)
         attention = Attention.over(scores, keys, [], key, scores.dims if self.by_head is None else self.by_head, [])
         batch, heads, token, last = attention.batch, attention.heads, attention.token, attention.key
         by_head = self.by_head is None and self.weights is None
@@ -231,11 +229,7 @@ class _Choice:
         query, scale = rewrite._scaled_query()
         keys = arranger.arrange(attention.keys, [batch, attention.kv_heads, [last], leaves(scores.depth)])
         dims = [batch, heads, [token], list[Any]()]
-        if self.weights is None:
-            one = call(arranger.graph, aten.slice.Tensor, query, 3, 0, 1)
-            of_heads = call(arranger.graph, aten.full_like.default, one, 1.0)
-        else:
-            of_heads = arranger.arrange(self.weights, dims)
+        of_heads = column(query, 1.0) if self.weights is None else arranger.arrange(self.weights, dims)
         operands = (call(arranger.graph, aten.detach.default, value) for value in (query, of_heads, keys))
         masking = Masking(rewrite._mask(query.meta["val"].dtype), False, None, 0, Scoring(scale))
         how = Choosing(self.count, self.blocks.size, self.is_positive, by_head, self.leaves_out)

@@ -62,9 +62,14 @@ def leaves(dim: Iterable[Factor]) -> Dim:
     return [leaf for factor in dim for leaf in (leaves(factor.parts) if factor.parts else [factor])]
 
 
-def unify(one: Dim, other: Dim) -> None:
-    """Make the factors of two dimensions the same, splitting factors of both; raises `Mismatch`."""
-    left, right = leaves(one), leaves(other)
+def unify(dims: Iterable[Dim], others: Iterable[Dim]) -> None:
+    """Make the factors of each dimension those of the other one at its place, splitting both; raises `Mismatch`."""
+    for dim, other in zip(dims, others, strict=True):
+        _unify(dim, other)
+
+
+def _unify(dim: Dim, other: Dim) -> None:
+    left, right = leaves(dim), leaves(other)
     while left and right:
         a, b = left.pop(0), right.pop(0)
         if a is b:
@@ -178,8 +183,7 @@ class Arranged:
         inner = [[] if size == 1 else dim for size, dim in zip(shape, dims[len(dims) - len(shape) :], strict=True)]
         try:
             value = cls.of(node)
-            for one, other in zip(value.dims, inner, strict=True):
-                unify(one, other)
+            unify(value.dims, inner)
         except Mismatch:  # sizes that only a guard makes equal
             return cls(node, inner, inner)
         return value
@@ -211,12 +215,12 @@ def _is_part(node: fx.Node) -> bool:
     return node.target is aten.slice.Tensor and sizes(node) != sizes(node.args[0])
 
 
-def product_dims(left: Arranged, right: Arranged) -> tuple[Dim, Dim, Dim, Dim]:
-    """Return batch, rows, summed and columns of a batched product, by their leaves; raises `Mismatch`."""
-    (batch, rows, depth), (other_batch, other_depth, columns) = left.dims, right.dims
-    unify(batch, other_batch)
-    unify(depth, other_depth)
-    return leaves(batch), leaves(rows), leaves(depth), leaves(columns)
+def product_dims(left: Arranged, right: Arranged) -> tuple[list[Dim], Dim, Dim, Dim]:
+    """Return the outer dimensions, rows, summed dimension and columns of a product; raises `Mismatch`."""
+    *outer, rows, depth = left.dims
+    *others, other_depth, columns = right.dims
+    unify([*outer, depth], [*others, other_depth])
+    return outer, rows, depth, columns
 
 
 def rewrite_products(graph: fx.Graph, rewrite: Callable[[Arranger, fx.Node], None]) -> None:

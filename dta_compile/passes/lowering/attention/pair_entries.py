@@ -51,7 +51,7 @@ def operands_of(node: fx.Node, labels: Labels) -> Operands | None:
     if node.target in MATRIX_PRODUCTS:
         *added, left, right = node.args
         of_left, of_right = (*labels[:-1], None), (*labels[:-2], None, labels[-1])
-        return [*((one, labels_in(one, labels)) for one in added), (left, of_left), (right, of_right)]
+        return [*((arg, labels_in(arg, labels)) for arg in added), (left, of_left), (right, of_right)]
     if node.target in TOTALS or node.target in SQUEEZES:
         return _without_dims(node, labels)
     if node.target is aten.embedding.default and labels[-1] is None:
@@ -130,7 +130,7 @@ def _regrouped(node: fx.Node, labels: Labels) -> tuple[fx.Node, Labels] | None:
     if node.target not in RESHAPES:
         return None
     source = node.args[0]
-    before, after = (tuple(map(_divided, sizes(one))) for one in (source, node))
+    before, after = (tuple(map(_divided, sizes(value))) for value in (source, node))
     own: list[str | None] = [None] * len(before)
     for group_in, group_out in reshape_groups(before, after):
         ins, names = [i for i in group_in if before[i] != 1], over(tuple(labels[j] for j in group_out))

@@ -16,7 +16,7 @@ from torch import fx
 
 from dta_compile.passes.axes.shape_rules import Labels, labels_in
 from dta_compile.passes.graphs.arguments import sum_of, where_of
-from dta_compile.passes.graphs.nodes import call, filled_with, is_float
+from dta_compile.passes.graphs.nodes import call, column, filled_with, is_float
 from dta_compile.passes.graphs.operators import CASTS, RESHAPES, aten
 from dta_compile.passes.lowering.attention.distances import CLAMPS, Distances, Slope, bounds_of
 from dta_compile.passes.lowering.attention.factors import number_of
@@ -125,8 +125,7 @@ class Profiles(Distances):
         if not all(is_zero[count:]) or not 0 < count <= int(sizes(profile)[axis]):
             return None
         first = call(self.graph, aten.slice.Tensor, profile, axis, 0, count)
-        last = call(self.graph, aten.full_like.default, call(self.graph, aten.slice.Tensor, first, axis, 0, 1), 0.0)
-        return call(self.graph, aten.cat.default, [first, last], axis)
+        return call(self.graph, aten.cat.default, [first, column(first, 0.0, axis)], axis)
 
     def _function(self, node: Any, labels: Labels) -> OfDistance | None:
         """Return a number or a truth value as a function of the distance alone; None if it is none."""
@@ -151,16 +150,16 @@ class Profiles(Distances):
         added = sum_of(node)
         if added is None and node.target not in COMPARISONS.keys() | OF_TRUTH.keys():
             return None
-        one, other = (self._function(arg, labels_in(arg, labels)) for arg in node.args[:2])
-        if one is None or other is None:
+        left, right = (self._function(arg, labels_in(arg, labels)) for arg in node.args[:2])
+        if left is None or right is None:
             return None
         if node.target in OF_TRUTH:
-            is_bool = all(isinstance(value, bool) for value in (*one.values, *other.values))
-            return one.joined(other, OF_TRUTH[node.target]) if is_bool else None
+            is_bool = all(isinstance(value, bool) for value in (*left.values, *right.values))
+            return left.joined(right, OF_TRUTH[node.target]) if is_bool else None
         if added is not None:
             sign = added[2]
-            return one.joined(other, lambda left, right: left + sign * right, one.slope + sign * other.slope)
-        less = one.joined(other, operator.sub, one.slope - other.slope)
+            return left.joined(right, lambda a, b: a + sign * b, left.slope + sign * right.slope)
+        less = left.joined(right, operator.sub, left.slope - right.slope)
         settled = less.until(lambda value: value * less.slope > 0)
         compare = COMPARISONS[node.target]
         return settled and OfDistance(tuple(compare(value, 0) for value in settled.values))

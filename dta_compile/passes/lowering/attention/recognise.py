@@ -171,7 +171,7 @@ class _Search:
 
     def are_weights(self, node: fx.Node) -> bool:
         """Return whether a node is a function of the softmax of scores."""
-        return any(one.target is aten._softmax.default for one in self.path_to(node) or ())
+        return any(step.target is aten._softmax.default for step in self.path_to(node) or ())
 
     def _path(self, node: fx.Node) -> list[fx.Node] | None:
         if node.target in SCORE_PRODUCTS:

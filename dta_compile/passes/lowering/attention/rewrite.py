@@ -20,7 +20,7 @@ from torch import fx
 
 from dta_compile.ops.attention import BIAS, CALLS, SINKS, TABLE, TOKEN_SINKS, Masking
 from dta_compile.ops.scoring import Scoring
-from dta_compile.passes.graphs.nodes import call, constructed, may_have_gradient
+from dta_compile.passes.graphs.nodes import call, column, constructed, may_have_gradient
 from dta_compile.passes.graphs.operators import aten
 from dta_compile.passes.lowering.attention.bias_tables import Known, Tables, by_depth
 from dta_compile.passes.lowering.attention.dimensions import Attention
@@ -79,7 +79,7 @@ class Rewrite:
             attention.values, [attention.batch, heads, [attention.key], leaves(attention.features)]
         )
         dtype = torch.promote_types(query.meta["val"].dtype, values.meta["val"].dtype)
-        operands = [cast(one, dtype) for one in (query, keys, values)]
+        operands = [cast(operand, dtype) for operand in (query, keys, values)]
         masking = Masking(self._mask(dtype), attention.is_causal, None, 0, Scoring(scale, scores.cap or 0.0))
         further = {}
         if scores.sinks is not None:
@@ -133,13 +133,13 @@ class Rewrite:
         if scores.cap is not None and (biases or slopes):
             raise Mismatch("a bias of capped scores")
         queries, every = [query if scale == 1 else self.call(aten.mul.Tensor, query, scale)], [keys]
-        for one in scores.further:
-            of_query, of_keys = (one.left, one.right) if one.right.has(attention.key) else (one.right, one.left)
-            depth, scale = leaves(one.depth), one.scale * (scores.cap or 1.0)
+        for more in scores.further:
+            of_query, of_keys = (more.left, more.right) if more.right.has(attention.key) else (more.right, more.left)
+            depth, scale = leaves(more.depth), more.scale * (scores.cap or 1.0)
             further = self.arranger.arrange(of_query, [*self.queries, depth])
             queries.append(self.call(aten.mul.Tensor, further, scale))
             every.append(self.arranger.arrange(of_keys, [attention.batch, heads, [attention.key], depth]))
-        ones = self.call(aten.full_like.default, self.call(aten.slice.Tensor, query, 3, 0, 1), 1.0)
+        ones = column(query, 1.0)
         if biases:
             added = [self._column(bias, attention.key) for bias in biases]
             bias = functools.reduce(functools.partial(self.call, aten.add.Tensor), added)
@@ -277,7 +277,7 @@ class Rewrite:
         scores = self.attention.scores
         beside = [by.base for _, by in scores.by if isinstance(by, Arranged)]
         beside += [] if scores.sinks is None else [scores.sinks.base]
-        products = [one.product for one in (scores, *scores.further)]
+        products = [each.product for each in (scores, *scores.further)]
         return scores.product in ancestors([node]) and self._trained(node) <= self._trained(*products, *beside)
 
     def _gated(self, mask: fx.Node | None) -> fx.Node | None:
@@ -287,10 +287,10 @@ class Rewrite:
         the mask must hide the key; otherwise it becomes 1.0 there, which no valid mask contains.
         """
         scores, key = self.attention.scores, self.attention.key
-        gates = [(by, one) for by, one in scores.by if isinstance(one, Arranged) and one.has(key)]
-        if any(not one.has(key) or self._learned(one.base) for one in scores.gates):
+        gates = [(target, by) for target, by in scores.by if isinstance(by, Arranged) and by.has(key)]
+        if any(not gate.has(key) or self._learned(gate.base) for gate in scores.gates):
             raise Mismatch("aten.mul.Tensor of the weights that a softmax gives")
-        for target, gate in [*gates, *((aten.mul.Tensor, one) for one in scores.gates)]:
+        for target, gate in [*gates, *((aten.mul.Tensor, gate) for gate in scores.gates)]:
             if mask is None or target is not aten.mul.Tensor:
                 raise Mismatch("a scale that depends on the key")
             factor = self._arranged(gate)

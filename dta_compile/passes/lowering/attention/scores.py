@@ -27,7 +27,16 @@ from torch import fx
 from dta_compile.passes.graphs.arguments import dim_of, sum_of, where_of
 from dta_compile.passes.graphs.nodes import call
 from dta_compile.passes.graphs.operators import CASTS, DIFFERENCES, PRODUCTS, QUOTIENTS, SUMS, aten
-from dta_compile.passes.lowering.attention.factors import MOVES, Arranged, Dim, Mismatch, moved, number_of, unify
+from dta_compile.passes.lowering.attention.factors import (
+    MOVES,
+    Arranged,
+    Dim,
+    Mismatch,
+    moved,
+    number_of,
+    product_dims,
+    unify,
+)
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import FORBIDDEN
@@ -90,11 +99,7 @@ class Scores:
     def of(cls, node: fx.Node) -> Scores:
         """Return the scores that the product itself makes; raises `Mismatch`."""
         left, right = (Arranged.of(arg, scaled=True) for arg in node.args[-2:])
-        *outer, rows, depth = left.dims
-        *others, depth_of_right, columns = right.dims
-        unify(depth, depth_of_right)
-        for one, other in zip(outer, others, strict=True):
-            unify(one, other)
+        outer, rows, depth, columns = product_dims(left, right)
         scores = cls(node, left, right, depth, [*outer, rows, columns], left.scale * right.scale)
         if node.target is aten.baddbmm.default:
             beta, alpha = (float(node.kwargs.get(name, 1)) for name in ("beta", "alpha"))
@@ -194,8 +199,7 @@ class Scores:
             raise Mismatch("a sum of scores that are scaled by several numbers, capped or masked already")
         if node.target is aten.sub.Tensor:
             other._multiply(-1.0)
-        for one, another in zip(self.dims, other.dims, strict=True):
-            unify(one, another)
+        unify(self.dims, other.dims)
         self.further += [other, *other.further]
 
     def _fill(self, node: fx.Node, source: fx.Node, condition: fx.Node, value: Any, other: Any) -> None:
@@ -257,9 +261,7 @@ class Scores:
             raise Mismatch("several columns beside the scores")
         if number_of(sinks.base) is not None:  # the same for all heads and queries
             sinks = dataclasses.replace(sinks, own=[[] for _ in sinks.own])
-        for i, (one, other) in enumerate(zip(self.dims, sinks.dims, strict=True)):
-            if i != dim:
-                unify(one, other)
+        unify(self.dims[:dim] + self.dims[dim + 1 :], sinks.dims[:dim] + sinks.dims[dim + 1 :])
         self.sinks = sinks
 
     def beside(self, node: fx.Node, result: fx.Node) -> Arranged:

@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx
 
 from dta_compile.passes.graphs.arguments import argument, sum_of
-from dta_compile.passes.graphs.nodes import behind, call
+from dta_compile.passes.graphs.nodes import behind, call, column
 from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, KEEP_ORDER, MASKED_FILLS, aten
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.program import has_tensor
@@ -65,8 +65,7 @@ def _of_quotient(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.Nod
         return None
     graph, powers, factor, hidden = node.graph, node.args[0], None, None
     if powers.target is aten.mul.Tensor and all(isinstance(arg, fx.Node) and has_tensor(arg) for arg in powers.args):
-        one, other = powers.args
-        powers, factor = (one, other) if one.target is aten.exp.default else (other, one)
+        powers, factor = powers.args if powers.args[0].target is aten.exp.default else powers.args[::-1]
     elif powers.target in MASKED_FILLS and number_of(powers.args[2]) == 0:
         powers, hidden = powers.args[:2]
     if powers.target is not aten.exp.default or not are_scores(powers.args[0]):
@@ -77,10 +76,7 @@ def _of_quotient(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.Nod
     if hidden is not None:
         scores = call(graph, aten.masked_fill.Scalar, scores, hidden, -math.inf)
     if beside > 0:
-        column = call(
-            graph, aten.full_like.default, call(graph, aten.slice.Tensor, scores, dim, 0, 1), math.log(beside)
-        )
-        scores = call(graph, aten.cat.default, [column, scores], dim)
+        scores = call(graph, aten.cat.default, [column(scores, math.log(beside), dim), scores], dim)
     weights = call(graph, aten._softmax.default, scores, dim, False)
     weights = call(graph, aten.slice.Tensor, weights, dim, 1) if beside > 0 else weights
     return weights if factor is None else call(graph, aten.mul.Tensor, weights, factor)
@@ -93,8 +89,8 @@ def _of_padding(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.Node
     (scores, widths), number, graph = node.args[:2], argument(node, "value"), node.graph
     if list(widths) not in ([1, 0], [0, 1]) or not isinstance(number, (int, float)):
         return None
-    column = call(graph, aten.full_like.default, call(graph, aten.slice.Tensor, scores, -1, 0, 1), number)
-    return call(graph, aten.cat.default, [column, scores] if widths[0] else [scores, column], -1)
+    added = column(scores, number)
+    return call(graph, aten.cat.default, [added, scores] if widths[0] else [scores, added], -1)
 
 
 def _reduced_along(node: fx.Node, reduction: Any, total: Any = None) -> int | None:

@@ -79,10 +79,10 @@ class _Distributing:
             moves.insert(0, combined)
             combined = combined.args[0]
         if combined.target in (aten.add.Tensor, aten.sub.Tensor):
-            terms = [one for one in combined.args if isinstance(one, fx.Node) and self.are_weights(one)]
-            if len(terms) != 2 or any(sizes(one) != sizes(combined) for one in terms):
+            terms = [arg for arg in combined.args if isinstance(arg, fx.Node) and self.are_weights(arg)]
+            if len(terms) != 2 or any(sizes(term) != sizes(combined) for term in terms):
                 return None
-            products = [self._product(self._moved(moves, one), values) for one in terms]
+            products = [self._product(self._moved(moves, term), values) for term in terms]
             return self._call(combined.target, *products, **combined.kwargs), products
         if combined.target is aten.neg.default:
             single = self._product(self._moved(moves, combined.args[0]), values)
@@ -105,8 +105,9 @@ class _Distributing:
 
     def _scaled(self, combined: fx.Node, moves: list[fx.Node], values: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
         """Multiply the result by a factor of the weights instead, unless it depends on the key."""
-        one, other = combined.args
-        weights, factor = (one, other) if isinstance(one, fx.Node) and self.are_weights(one) else (other, one)
+        weights, factor = combined.args
+        if not isinstance(weights, fx.Node) or not self.are_weights(weights):
+            weights, factor = factor, weights
         if sizes(weights) != sizes(combined) or (isinstance(factor, fx.Node) and self.are_weights(factor)):
             return None
         product = self._product(self._moved(moves, weights), values)
@@ -136,8 +137,7 @@ class _Distributing:
         parts = Factor(shape[axis] / (1 if len(part) < len(shape) else part[axis]))
         own, dims = _dims(combined, moves)
         arranged = Arranged.of(values)
-        unify(dims[0], arranged.dims[0])
-        unify(dims[2], arranged.dims[1])
+        unify([dims[0], dims[2]], arranged.dims[:2])
         all_dims = [*own[:axis], [parts], *own[axis:]]
         if len(part) == len(shape):
             all_dims = [*own[:axis], [parts, *own[axis]], *own[axis + 1 :]]

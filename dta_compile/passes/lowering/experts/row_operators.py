@@ -148,10 +148,10 @@ class RowOperators:
 
     def _compute(self, node: fx.Node) -> None:
         layouts = self._prove(node)
-        if any(self._place(one) is None for one in (layouts if isinstance(layouts, tuple) else (layouts,))):
+        if any(self._place(layout) is None for layout in (layouts if isinstance(layouts, tuple) else (layouts,))):
             raise Unproven(f"{node.target}: its result does not lie along the selected rows", node)
         rows = [self._rows[arg] for arg in node.all_input_nodes if arg in self._rows]
-        is_masked = node.target not in SAME_ENTRIES or all(one.is_masked for one in rows)
+        is_masked = node.target not in SAME_ENTRIES or all(each.is_masked for each in rows)
         value = self._applied(node, layouts)
         value.meta = {**node.meta, "val": value.meta["val"]}
         if isinstance(layouts, tuple):
@@ -225,7 +225,7 @@ class RowOperators:
         """Raise Unproven if the number of selected rows is used as anything but a size of the result."""
         position = 0 if node.target is aten.full.default else 1 if node.target in TAKE_A_SHAPE else None
         for i, arg in enumerate([*node.args, *node.kwargs.values()]):
-            if i != position and any(one in self.sizes for one in _nodes(arg)):
+            if i != position and any(size in self.sizes for size in _nodes(arg)):
                 raise Unproven(f"{node.target}: how many rows are selected is used as a number", node)
 
     def _layout_of(self, node: fx.Node, arg: fx.Node) -> Layout:

@@ -29,7 +29,7 @@ from torch import fx
 from dta_compile.errors import FinalRefusal
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.layouts import batch_and_tokens, mixer_calls
-from dta_compile.passes.graphs.arguments import argument, dim_of
+from dta_compile.passes.graphs.arguments import argument, dim_of, indices_of
 from dta_compile.passes.graphs.nodes import (
     First,
     SizeNodes,
@@ -97,7 +97,7 @@ def _selections(graph: fx.Graph, first: First) -> dict[fx.Node, list[fx.Node]]:
 
 def _condition(mask: fx.Node, first: First) -> fx.Node:
     """Return the first node that computes a mask, before reshapes of tokens alone."""
-    while mask.target in RESHAPES and all(size.free_symbols for one in (mask, mask.args[0]) for size in sizes(one)):
+    while mask.target in RESHAPES and all(size.free_symbols for value in (mask, mask.args[0]) for size in sizes(value)):
         mask = mask.args[0]
     return first.like(mask)
 
@@ -318,19 +318,14 @@ class _Spreading:
 
     def _indexed(self, node: fx.Node) -> _Index | None:
         """Return how coordinates index the first argument; None: other values index it, too."""
-        if node.target in (aten.index.Tensor, aten.index_put.default):
-            indices = dict(enumerate(node.args[1]))
-        else:
-            indices = {node.args[1] % len(sizes(node.args[0])): node.args[2]}
         of: dict[int, int] = {}
         masks = set()
-        for dim, index in indices.items():
-            if index is not None:
-                numbers = self.coordinates.get(index)
-                if numbers is None or numbers.column is None or numbers.column in of or not self._fits(node, index):
-                    return None
-                of[numbers.column] = dim
-                masks.add(numbers.mask)
+        for dim, index in indices_of(node).items():
+            numbers = self.coordinates.get(index)
+            if numbers is None or numbers.column is None or numbers.column in of or not self._fits(node, index):
+                return None
+            of[numbers.column] = dim
+            masks.add(numbers.mask)
         if len(masks) != 1:
             return None
         dims = sorted(of.values())

@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from dta_compile.ops.experts.operators import EXPERT_LINEAR
-from dta_compile.passes.graphs.arguments import argument, dim_of, slice_of
+from dta_compile.passes.graphs.arguments import argument, dim_of, indices_of, slice_of
 from dta_compile.passes.graphs.nodes import (
     First,
     call,
@@ -223,14 +223,10 @@ class _Unsorting:
 
     def _index(self, node: fx.Node) -> Numbers | None:
         """Return the numbers that index whole rows of the first argument; None: other values index it."""
-        if node.target in (aten.index.Tensor, aten.index_put.default):
-            index, *others = node.args[1]
-            if others:
-                return None
-        else:
-            dim, index = node.args[1], node.args[2]
-            if dim % len(sizes(node.args[0])):
-                return None
+        indices = indices_of(node)
+        if indices.keys() != {0}:
+            return None
+        index = indices[0]
         numbers = Numbers(INVERSE) if index in self.inverses else self.known.get(index)
         whole = node.target in (aten.gather.default, aten.scatter_add.default, aten.scatter.src)
         if numbers is None or (len(sizes(index)) > 1 and not whole):

@@ -47,12 +47,12 @@ class Pass:
 
     @property
     def name(self) -> str:
-        """The name in listings and in the option `skip_passes`."""
+        """Return the name in listings and in the option `skip_passes`."""
         return self.run.__name__
 
     @functools.cached_property
     def writes(self) -> frozenset[str]:
-        """The fields that differ after the pass."""
+        """Return the fields that differ after the pass."""
         return self.fills | self.rewrites
 
     def __call__(self, program: Program) -> None:

@@ -147,7 +147,7 @@ class Program(HasMixers):
 
     @property
     def graph(self) -> fx.Graph:
-        """The lowered graph."""
+        """Return the lowered graph."""
         return self.module.graph
 
     @property
@@ -163,7 +163,7 @@ class Program(HasMixers):
 
     @property
     def conditions(self) -> list[Condition]:
-        """The conditions of all uses of frontier values, each once; the prologue computes their sources."""
+        """Return the conditions of all uses of frontier values, each once; the prologue computes their sources."""
         uses = [use for value in self.frontier for use in value.uses]
         return sorted(
             {condition for use in uses for condition in use.conditions}, key=lambda condition: condition.source.name
@@ -171,7 +171,7 @@ class Program(HasMixers):
 
     @property
     def outputs(self) -> list[Any]:
-        """The outputs of the call: nodes of the lowered graph, or constants."""
+        """Return the outputs of the call: nodes of the lowered graph, or constants."""
         return list(output_node(self.graph).args[0])
 
 
@@ -226,6 +226,11 @@ def has_tensor(node: fx.Node) -> bool:
     )
 
 
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a nested value, such as the results of an operator."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
 def writes_in_place(node: fx.Node) -> bool:
     """Return whether a node's operator mutates one of its arguments."""
     return is_mutable(node.target)
@@ -233,8 +238,8 @@ def writes_in_place(node: fx.Node) -> bool:
 
 def memory(node: fx.Node) -> frozenset[Any]:
     """Return what names the memory of a captured graph's value: equal for views of one tensor."""
-    values = tree_leaves(node.meta.get("example_value"))
-    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.layout is torch.strided]
+    values = tensors_of(node.meta.get("example_value"))
+    tensors = [value for value in values if value.layout is torch.strided]
     return frozenset(_unbatched(tensor).untyped_storage()._cdata for tensor in tensors) or frozenset({node})
 
 

@@ -76,7 +76,7 @@ def selects_rows(graph: fx.Graph) -> bool:
 
 
 def reads_number(node: fx.Node) -> bool:
-    """Whether a node of a captured graph is a number of `.tolist()`, where Dynamo would have ended the graph."""
+    """Return whether a node of a captured graph is a number of `.tolist()`, where Dynamo would have ended the graph."""
     value = node.meta.get("example_value")
     if node.target != "item" or not isinstance(value, torch.SymInt):
         return False

@@ -124,13 +124,18 @@ Range = tuple[int, int]  # both included
 EXACT = {torch.float64: 2**53, torch.float32: 2**24, torch.bfloat16: 2**8, torch.float16: 2**11}
 
 
+def values_of(dtype: torch.dtype) -> Range:
+    """Return the least and the greatest value of an integer or bool dtype."""
+    return (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+
+
 def held_by(dtype: torch.dtype) -> Range:
     """Return the range of integers that a dtype represents exactly; only zero for other floating-point dtypes."""
     if dtype in EXACT:
         return -EXACT[dtype], EXACT[dtype]
     if dtype.is_floating_point or dtype.is_complex:
         return 0, 0
-    return (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return values_of(dtype)
 
 
 def within(known: Range | None, held: Range) -> bool:

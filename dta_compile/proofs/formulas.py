@@ -17,7 +17,7 @@ import torch
 import z3
 
 from dta_compile.proofs.call_facts import Facts, Table
-from dta_compile.proofs.cases import Cases, Ranges, Untranslatable, Value, as_integer, boolean, case, merged
+from dta_compile.proofs.cases import Cases, Ranges, Untranslatable, Value, as_integer, boolean, case, merged, values_of
 from dta_compile.proofs.mask_class import LONGEST_ROW
 from dta_compile.proofs.pairs import Pairs, sequences_of
 from dta_compile.proofs.terms import Apply, Const, Entry, Index, Number, Term, Terms, subterms
@@ -198,7 +198,8 @@ class Formulas(abc.ABC):
         if isinstance(term, Entry):
             return self._entry(term)
         assert isinstance(term, Apply)
-        if term.dtype is torch.bool and self._is_of_one_token(term) and self._compares_inputs_as_floats(term):
+        floats = [arg for arg in term.operands if arg.dtype.is_floating_point]
+        if term.dtype is torch.bool and self._is_of_one_token(term) and any(map(self._may_be_any_float, floats)):
             raise Untranslatable(term)
         return self._applied(term)
 
@@ -258,10 +259,6 @@ class Formulas(abc.ABC):
     def _is_of_one_token(self, term: Term) -> bool:
         return len(term.indices - {"row"}) <= 1
 
-    def _compares_inputs_as_floats(self, term: Apply) -> bool:
-        """Return whether a boolean operator takes floating-point values of inputs, about which nothing is known."""
-        return any(self._may_be_any_float(arg) for arg in term.operands if arg.dtype.is_floating_point)
-
     def _may_be_any_float(self, term: Term) -> bool:
         """Return whether a floating-point term may have untested values of inputs; a `where` of numbers has not."""
         if isinstance(term, Apply) and term.name == "where":
@@ -270,7 +267,7 @@ class Formulas(abc.ABC):
         return any(self.reads_inputs(entry) and entry.leaf not in self.facts.pairs for entry in entries)
 
     def _is_binary(self, entry: Entry) -> bool:
-        """Whether calls test that an entry is zero or one, as something that was translated takes for granted."""
+        """Return whether calls test that an entry is zero or one, as a translated term assumes."""
         tokens = entry.indices - {"row"}
         if len(tokens) != 1:
             return False
@@ -355,8 +352,3 @@ _OF_NUMBERS: dict[str, Callable[[Any, Any], Any]] = {
     "Max": lambda a, b: z3.If(a >= b, a, b),
     "Min": lambda a, b: z3.If(a <= b, a, b),
 }
-
-
-def values_of(dtype: torch.dtype) -> tuple[int, int]:
-    """Return the least and the greatest value of an integer or bool dtype."""
-    return (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)

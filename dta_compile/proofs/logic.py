@@ -31,9 +31,10 @@ from dta_compile.proofs.cases import (
     held_by,
     is_number,
     merged,
+    values_of,
     within,
 )
-from dta_compile.proofs.formulas import Formulas, values_of
+from dta_compile.proofs.formulas import Formulas
 from dta_compile.proofs.mask_class import BOUND, FORBIDDEN
 from dta_compile.proofs.terms import RANKED, Apply, Const, Number, Term, is_undefined
 
@@ -53,8 +54,8 @@ class Logic(Formulas):
             self._biased |= {term} & {term for arg in term.operands if self._is_biased(arg)}
             return self.value(term.args[0])
         if name in SELECTIONS:
-            condition, one, other = term.args if name == "where" else (term.args[1], term.args[2], term.args[0])
-            return self._selected(term, self.boolean(condition), one, other)
+            condition, value, other = term.args if name == "where" else (term.args[1], term.args[2], term.args[0])
+            return self._selected(term, self.boolean(condition), value, other)
         if name in NOT and (name == "logical_not" or term.dtype is torch.bool):
             return z3.Not(self.boolean(term.args[0]))
         if name in (*AND, *OR, *XOR) and (name.startswith("logical") or term.dtype is torch.bool):

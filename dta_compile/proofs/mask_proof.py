@@ -155,8 +155,7 @@ def _by_a_condition(term: Term, logic: Logic, with_kept: bool) -> MaskClass | No
     gradient for them is an error.
     """
     undecided = (Unproven, Untranslatable, z3.Z3Exception)
-    of_key = [part for part in subterms(term) if part.indices - {"row"} == {"key"} and part.dtype is torch.bool]
-    for condition in [part for part in of_key if logic.reads_inputs(part)][:MOST_CONDITIONS]:
+    for condition in [part for part in _conditions_on_key(term) if logic.reads_inputs(part)][:MOST_CONDITIONS]:
         for is_real in (True, False):
             roles = logic.float_role, logic.integer_role
             other = Logic(Terms(in_order(term)), logic.sizes, logic.facts, *roles, logic.opaque)
@@ -167,6 +166,11 @@ def _by_a_condition(term: Term, logic: Logic, with_kept: bool) -> MaskClass | No
                 if other.proves(z3.Implies(proof.valid_key, proof.self_allowed)):
                     return proof.classify()
     return None
+
+
+def _conditions_on_key(term: Term) -> Iterator[Term]:
+    """Yield the conditions on the key alone in a term, over row and key."""
+    return (part for part in subterms(term) if part.indices - {"row"} == {"key"} and part.dtype is torch.bool)
 
 
 class _Proof:
@@ -339,7 +343,7 @@ class _Proof:
             "a mask that hides earlier tokens in another way than padding, a sliding window or chunks: "
             + self._pair(example)
         )
-        for kept in self._conditions_on_key() if self.with_kept and window is not None else ():
+        for kept in self._conditions() if self.with_kept and window is not None else ():
             reads = z3.And(expected, z3.Or(distance < window, self.logic.boolean(kept)))
             if self.logic.proves(self.allowed == reads, *hypotheses):
                 return dataclasses.replace(mask_class, window=window, kept=kept)
@@ -394,11 +398,9 @@ class _Proof:
             first, last = (middle + 1, last) if closer is None else (first, self._number(closer, distance))
         return last
 
-    def _conditions_on_key(self) -> Iterator[Term]:
-        """Yield the first conditions on the key alone in the mask, over row and key, and the opposites of them."""
-        parts = subterms(self.term)
-        conditions = (part for part in parts if part.indices - {"row"} == {"key"} and part.dtype is torch.bool)
-        for condition in itertools.islice(conditions, MOST_CONDITIONS):
+    def _conditions(self) -> Iterator[Term]:
+        """Yield the first conditions on the key alone in the mask, and the opposites of them."""
+        for condition in itertools.islice(_conditions_on_key(self.term), MOST_CONDITIONS):
             yield from (condition, self.terms.apply(torch.ops.aten.logical_not.default, condition))
 
     def _divided(self) -> Iterator[tuple[Term, int]]:

@@ -132,7 +132,9 @@ class _Reader:
                 is_packed = bool((self.real & (self.first != begin)).any())
                 return Tested(Pairs(self.shown, self.hidden, False, None, is_packed, self.filler), self.first)
         assert where is not None
-        raise UnlikePair.at(where, _wrong_pair(*where))
+        _, query, key = where
+        way = "hides earlier tokens in another way than padding, sequences or a sliding window"
+        raise UnlikePair.at(where, f"a mask that {'lets tokens attend to later ones' if key > query else way}")
 
     def _as_causal(self) -> Tested:
         begins = self.real & (self.first == self.tokens)
@@ -226,9 +228,3 @@ def _window(real: torch.Tensor, first: torch.Tensor, sequences: torch.Tensor) ->
         key = int(torch.minimum(first, expected)[row, query])
         raise UnlikePair.at((row, query, key), f"a window other than of {window} tokens")
     return window
-
-
-def _wrong_pair(row: int, query: int, key: int) -> str:
-    if key > query:
-        return "a mask that lets tokens attend to later ones"
-    return "a mask that hides earlier tokens in another way than padding, sequences or a sliding window"

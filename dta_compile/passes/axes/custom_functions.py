@@ -17,7 +17,7 @@ from torch import fx
 from dta_compile.ops.autograd_function import AutogradFunctionCall, custom_function
 from dta_compile.passes.axes.tokenwise_operators import pointwise, rule_for
 from dta_compile.passes.graphs.operators import SAME_ENTRIES, aten
-from dta_compile.passes.program import Program, name_of
+from dta_compile.passes.program import Program, name_of, tensors_of
 from dta_compile.passes.symbols import SYMBOLIC, expression
 from dta_compile.passes.tracing import attribute_set, tracing
 from dta_compile.torch_compat.tensors import TorchDispatchMode, pytree
@@ -60,7 +60,7 @@ def _derive(call: AutogradFunctionCall, node: fx.Node) -> _Derivation:
             outputs, saved = call.outputs(tensors, sizes)
         gradients = [output.clone() if isinstance(output, torch.Tensor) else output for output in outputs]
         call.backward_graph = _without_views(call.backward_graph, [*gradients, *saved])
-        derivation.follow(_tensors(gradients))
+        derivation.follow(tensors_of(gradients))
         with derivation:
             results = call.gradients(gradients, saved)
     derivation.finish([*tensors, *outputs], results)
@@ -104,7 +104,7 @@ class _Writes(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node, and compare the versions of its arguments."""
-        arguments = _tensors([self.env[arg] for arg in n.all_input_nodes])
+        arguments = tensors_of([self.env[arg] for arg in n.all_input_nodes])
         versions = [value._version for value in arguments]
         result = super().run_node(n)
         self.writes |= versions != [value._version for value in arguments]
@@ -112,7 +112,7 @@ class _Writes(fx.Interpreter):
 
 
 def _place(value: torch.Tensor) -> tuple[Any, ...]:
-    """Where the entries of a value are in memory, and how they are read."""
+    """Return a key of where the entries of a value are in memory, and of how they are read."""
     shape = tuple(map(expression, value.shape))
     strides = tuple(expression(stride) for stride, size in zip(value.stride(), shape, strict=True) if size != 1)
     storage = value.untyped_storage()._cdata
@@ -142,10 +142,10 @@ class _Derivation(TorchDispatchMode):
 
     def finish(self, values: list[Any], gradients: list[Any]) -> None:
         """Take arguments and results of forward, and the results of backward, into account."""
-        results = _tensors(gradients)
+        results = tensors_of(gradients)
         if not all(map(self._is_linear, results)):
             self._is_nonlinear("it gives one that does not depend on those it gets")
-        every = [*_tensors(values), *results]
+        every = [*tensors_of(values), *results]
         if any(tensor.dim() == 0 or self._is_other(tensor) for tensor in every):
             self.mixing = self.mixing or "its arguments, results and gradients are not all of one shape"
 
@@ -158,13 +158,13 @@ class _Derivation(TorchDispatchMode):
         if not is_pure or any(map(self._is_other, values)):
             self.mixing = self.mixing or f"its {'backward' if self.linear else 'forward'} is not pointwise: {func}"
         if any(id(value) in self.linear for value in values):
-            if not (self._keeps_linear(func, args) and all(t.is_floating_point() for t in _tensors(result))):
+            if not (self._keeps_linear(func, args) and all(t.is_floating_point() for t in tensors_of(result))):
                 self._is_nonlinear(str(func))
-            self.linear |= {id(tensor): tensor for tensor in _tensors(result)}
+            self.linear |= {id(tensor): tensor for tensor in tensors_of(result)}
         elif func._schema.is_mutable:
             self.zero.clear()
         elif func in ZEROS or (func in NUMBERS and args[-1] == 0):
-            self.zero |= {id(tensor): tensor for tensor in _tensors(result)}
+            self.zero |= {id(tensor): tensor for tensor in tensors_of(result)}
         return result
 
     def _is_nonlinear(self, why: str) -> None:
@@ -183,11 +183,7 @@ class _Derivation(TorchDispatchMode):
         """Return whether the results of an operator are linear in the gradients that some arguments depend on."""
         if func in OF_ALL:
             return all(map(self._is_linear, args[0] if isinstance(args[0], (list, tuple)) else args[-2:]))
-        if sum(id(tensor) in self.linear for tensor in _tensors(args)) != 1:
+        if sum(id(tensor) in self.linear for tensor in tensors_of(args)) != 1:
             return False
         is_first = id(args[0]) in self.linear
         return func in OF_EITHER or (is_first and (func in OF_FIRST or (func in WRITES_ZERO and args[2] == 0)))
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]

@@ -138,15 +138,6 @@ def require_feature(layout: Layout, dim: int, what: str) -> int:
     return dim
 
 
-def argument(node: fx.Node, position: int, name: str) -> Any:
-    """Return an argument of a call, passed by position or by name, or else its default in the operator's schema."""
-    schema = node.target._schema.arguments if hasattr(node.target, "_schema") else ()
-    if position < len(node.args):
-        return node.args[position]
-    named = {argument.name: argument.default_value for argument in schema}
-    return node.kwargs.get(name, named.get(name))
-
-
 def is_tensor(node: Any) -> bool:
     """Return whether an argument is a node whose value is one tensor."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)

@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from dta_compile.executable.layouts import InputKind
-from dta_compile.passes.axes.layouts import argument, is_tensor
+from dta_compile.passes.axes.layouts import is_tensor
+from dta_compile.passes.graphs.arguments import dim_of
 from dta_compile.passes.graphs.nodes import erase_unused
 from dta_compile.passes.graphs.operators import aten
 from dta_compile.passes.program import Program, has_tensor
@@ -71,10 +72,9 @@ def _rows_of(node: fx.Node, tables: set[fx.Node], picked: dict[fx.Node, _Picked]
     """Return the rows that a node picks from a table; None if it does anything else."""
     if node.target is aten.cat.default:
         return _concatenated(node, [picked.get(part) for part in node.args[0]])
-    moved = _selected_dim(node)
-    if moved is None or not has_tensor(node):
+    source, dim = node.args[0], _selected_dim(node)
+    if dim is None or not has_tensor(node):
         return None
-    source, dim = node.args[0], moved % node.args[0].meta["val"].dim()
     if source in tables:
         count = source.meta["val"].shape[dim]
         index = _call(node, int(count), aten.arange.default, int(count), device=node.meta["val"].device)
@@ -88,8 +88,8 @@ def _rows_of(node: fx.Node, tables: set[fx.Node], picked: dict[fx.Node, _Picked]
 
 def _concatenated(node: fx.Node, parts: list[_Picked | None]) -> _Picked | None:
     """Return the rows of a concatenation of rows of one table."""
-    first, dim = parts[0], argument(node, 1, "dim") or 0
-    if first is None or dim % node.meta["val"].dim() != first.dim:
+    first = parts[0]
+    if first is None or dim_of(node) != first.dim:
         return None
     if any(part is None or (part.table, part.dim) != (first.table, first.dim) for part in parts):
         return None
@@ -99,13 +99,10 @@ def _concatenated(node: fx.Node, parts: list[_Picked | None]) -> _Picked | None:
 
 def _selected_dim(node: fx.Node) -> int | None:
     """Return the dimension along which a node picks entries; None if it does anything else."""
-    if node.target is aten.slice.Tensor:
-        return argument(node, 1, "dim") or 0
     if node.target is aten.flip.default and len(node.args[1]) == 1:
-        return node.args[1][0]
-    if node.target is aten.index_select.default and len(sizes(node.args[2])) == 1:
-        return node.args[1]
-    return None
+        return node.args[1][0] % node.meta["val"].dim()
+    is_index = node.target is aten.index_select.default and len(sizes(node.args[2])) == 1
+    return dim_of(node) if is_index or node.target is aten.slice.Tensor else None
 
 
 def _apply_to_rows(node: fx.Node, index: fx.Node, dim: int) -> fx.Node:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import sympy
-import torch
 from torch import fx
 
 from dta_compile.executable.layouts import Axis, Flat, Frame, Layout, flat
-from dta_compile.passes.axes.layouts import Arguments, MixesTokens, argument, broadcast, require_feature, unify_frames
-from dta_compile.passes.graphs.operators import COPIES, MAYBE_COPIES, RESHAPES, TRANSPOSITIONS, aten
+from dta_compile.passes.axes.layouts import Arguments, MixesTokens, broadcast, require_feature, unify_frames
+from dta_compile.passes.graphs.arguments import argument, dim_of, operand_dims
+from dta_compile.passes.graphs.operators import RESHAPES, SQUEEZES, aten
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import expression, sizes, value_of
 
@@ -29,21 +29,15 @@ def like(node: fx.Node, arguments: Arguments) -> Layout:
     return arguments[node.args[0]]
 
 
-def permuted(node: fx.Node, arguments: Arguments) -> Layout:
-    """Rule for a permutation of dimensions."""
-    layout = arguments[node.args[0]]
-    return Layout(tuple(layout.dims[i] for i in order_of(node, len(layout.dims))), layout.frame)
-
-
-def order_of(node: fx.Node, rank: int) -> list[int]:
-    """Return the dimension of the argument for each dimension of one of `TRANSPOSITIONS`."""
-    if node.target is aten.permute.default:
-        return [dim % rank for dim in node.args[1]]
-    order = list(range(rank))
-    if rank > 1:
-        first, second = (node.args[1], node.args[2]) if len(node.args) > 2 else (0, 1)
-        order[first], order[second] = order[second], order[first]
-    return order
+def rearranged(node: fx.Node, arguments: Arguments) -> Layout:
+    """Rule for permutations, `squeeze`, `unsqueeze` and `expand`: they must neither drop nor add a token axis."""
+    layout, dims = arguments[node.args[0]], operand_dims(node)
+    assert dims is not None
+    if any(dim is None and size.free_symbols for dim, size in zip(dims, sizes(node), strict=True)):
+        raise MixesTokens("it repeats a value along a batch or token axis it did not have")
+    if layout.token_dim is not None and layout.token_dim not in dims:
+        raise MixesTokens("it drops the axis of a single token")
+    return Layout(tuple(None if dim is None else layout.dims[dim] for dim in dims), layout.frame)
 
 
 def labels_in(arg: Any, labels: Labels) -> Labels:
@@ -57,63 +51,17 @@ def labels_in(arg: Any, labels: Labels) -> Labels:
 
 def labelled_source(node: fx.Node, labels: Labels) -> tuple[fx.Node, Labels] | None:
     """Return the operand that a node is a copy or a view of, all of it, and its labels; None for other nodes."""
-    target, source = node.target, node.args[0] if node.args else None
-    if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
+    if (dims := operand_dims(node)) is not None and node.target not in SQUEEZES:
+        source = node.args[0]
+        own = (labels[dims.index(i)] if i in dims else None for i in range(len(sizes(source))))
+        return source, labels_in(source, labels) if node.target is aten.expand.default else tuple(own)
+    if node.target not in RESHAPES:
         return None
-    rank = source.meta["val"].dim()
-    if target in COPIES | MAYBE_COPIES:
-        return source, labels
-    if target is aten.unsqueeze.default:
-        axis = node.args[1] % (rank + 1)
-        return source, (*labels[:axis], *labels[axis + 1 :])
-    if target is aten.expand.default:
-        return source, labels_in(source, labels)
-    if target in TRANSPOSITIONS:
-        order = order_of(node, rank)
-        return source, tuple(labels[order.index(i)] for i in range(rank))
-    if target in RESHAPES:
-        before, after = sizes(source), sizes(node)
-        inner = [label for label, size in zip(labels, after, strict=True) if size != 1]
-        if [size for size in before if size != 1] == [size for size in after if size != 1]:
-            left = iter(inner)
-            return source, tuple(None if size == 1 else next(left) for size in before)
-    return None
-
-
-def unsqueeze(node: fx.Node, arguments: Arguments) -> Layout:
-    """Rule for `unsqueeze`: it adds a feature dimension."""
-    layout = arguments[node.args[0]]
-    dims = list(layout.dims)
-    dims.insert(node.args[1] % (len(dims) + 1), None)
-    return Layout(tuple(dims), layout.frame)
-
-
-def squeeze(node: fx.Node, arguments: Arguments) -> Layout:
-    """Rule for `squeeze`: it removes dimensions of size one, which must not be the token axis."""
-    source = node.args[0]
-    layout, shape = arguments[source], sizes(source)
-    chosen = node.args[1] if len(node.args) > 1 else list(range(len(shape)))
-    chosen = {dim % len(shape) for dim in ([chosen] if isinstance(chosen, int) else chosen)}
-    remaining = [i for i in range(len(shape)) if not (i in chosen and shape[i] == 1)]
-    if layout.token_dim is not None and layout.token_dim not in remaining:
-        raise MixesTokens("it drops the axis of a single token")
-    return Layout(tuple(layout.dims[i] for i in remaining), layout.frame)
-
-
-def expand(node: fx.Node, arguments: Arguments) -> Layout:
-    """Rule for `expand`: it repeats or adds feature dimensions, but must not add a batch or token axis."""
-    source = node.args[0]
-    layout, before, after = arguments[source], sizes(source), sizes(node)
-    added = len(after) - len(before)
-    dims: list[AnyAxis | None] = []
-    for i, size in enumerate(after):
-        if i >= added and (before[i - added] != 1 or size == 1):
-            dims.append(layout.dims[i - added])
-        elif size.free_symbols:
-            raise MixesTokens("it repeats a value along a batch or token axis it did not have")
-        else:
-            dims.append(None)
-    return Layout(tuple(dims), layout.frame)
+    before, after = sizes(node.args[0]), sizes(node)
+    left = iter([label for label, size in zip(labels, after, strict=True) if size != 1])
+    if [size for size in before if size != 1] != [size for size in after if size != 1]:
+        return None
+    return node.args[0], tuple(None if size == 1 else next(left) for size in before)
 
 
 def view(node: fx.Node, arguments: Arguments) -> Layout:
@@ -216,17 +164,15 @@ def reshape_groups(before: Sequence[sympy.Expr], after: Sequence[sympy.Expr]) ->
 def slice_(node: fx.Node, arguments: Arguments) -> Layout:
     """Rule for `slice`: along features, or a window of tokens, which moves the frame."""
     source = node.args[0]
-    dim = argument(node, 1, "dim") or 0
-    layout, before, after = arguments[source], sizes(source), sizes(node)
-    dim %= len(before)
+    layout, before, after, dim = arguments[source], sizes(source), sizes(node), dim_of(node)
     if layout.dims[dim] is None or before[dim] == after[dim]:
         return layout
-    step, axis = argument(node, 4, "step"), "token" if layout.dims[dim] is Axis.TOKEN else "batch"
+    step, axis = argument(node, "step"), "token" if layout.dims[dim] is Axis.TOKEN else "batch"
     if step not in (None, 1):
         raise MixesTokens(f"it takes every {step}th entry of the {axis} axis")
     if axis == "batch" or layout.frame is None or layout.frame.start is None:
         raise MixesTokens(f"it slices the {axis} axis")
-    start = argument(node, 2, "start") or 0
+    start = argument(node, "start") or 0
     start = value_of(start)
     first = expression(start) + (before[dim] if start < 0 else 0)  # comparing a symbolic start adds a guard
     return Layout(layout.dims, Frame(sympy.simplify(layout.frame.start + first), after[dim]))
@@ -234,7 +180,7 @@ def slice_(node: fx.Node, arguments: Arguments) -> Layout:
 
 def cat(node: fx.Node, arguments: Arguments) -> Layout:
     """Rule for `cat` along features, or of values over the same tokens, one after the other."""
-    parts, dim = list(node.args[0]), argument(node, 1, "dim") or 0
+    parts, dim = list(node.args[0]), argument(node, "dim")
     parts = [part for part in parts if len(sizes(part)) > 1 or sizes(part) != (0,)]
     layout = arguments[parts[0]]
     if layout.token_dim is not None and all(arguments[part] == layout for part in parts):
@@ -260,7 +206,7 @@ def _of_copies(layout: Layout, times: Sequence[Any]) -> Layout:
 def stack(node: fx.Node, arguments: Arguments) -> Layout:
     """Rule for `stack` along a new feature dimension."""
     layout = broadcast(node, arguments, list(node.args[0]))
-    dim = (argument(node, 1, "dim") or 0) % (len(layout.dims) + 1)
+    dim = argument(node, "dim") % (len(layout.dims) + 1)
     return Layout((*layout.dims[:dim], None, *layout.dims[dim:]), layout.frame)
 
 
@@ -268,23 +214,16 @@ def split(node: fx.Node, arguments: Arguments) -> tuple[Layout, ...]:
     """Rule for `split` and `unbind` of a feature dimension; `unbind` drops it."""
     layout = arguments[node.args[0]]
     is_unbind = node.target is aten.unbind.int
-    dim = require_feature(layout, argument(node, 1 if is_unbind else 2, "dim") or 0, "splits")
+    dim = require_feature(layout, argument(node, "dim"), "splits")
     if is_unbind:
         layout = Layout(layout.dims[:dim] + layout.dims[dim + 1 :], layout.frame)
     return (layout,) * len(node.meta["val"])
 
 
-def select(node: fx.Node, arguments: Arguments) -> Layout:
-    """Rule for `select`: one entry of a feature dimension."""
-    layout = arguments[node.args[0]]
-    dim = require_feature(layout, node.args[1], "selects one entry")
-    return Layout(layout.dims[:dim] + layout.dims[dim + 1 :], layout.frame)
-
-
 def written_slice(node: fx.Node, arguments: Arguments) -> Layout:
     """Rule for `slice_scatter` and `select_scatter` along a feature dimension (`x[..., a:b] = y`, functionalised)."""
     layout, part = arguments[node.args[0]], arguments[node.args[1]]
-    dim = require_feature(layout, argument(node, 2, "dim") or 0, "writes a part")
+    dim = require_feature(layout, argument(node, "dim"), "writes a part")
     others = layout.dims if node.target is aten.slice_scatter.default else (*layout.dims[:dim], *layout.dims[dim + 1 :])
     if part.dims != others:
         raise MixesTokens("it writes a part that lies differently along the batch and token axes")
@@ -311,25 +250,13 @@ def repeat(node: fx.Node, arguments: Arguments) -> Layout:
 def diagonal(node: fx.Node, arguments: Arguments) -> Layout:
     """Rule for `diagonal`: two feature dimensions become one, the last."""
     layout = arguments[node.args[0]]
-    removed = {require_feature(layout, argument(node, i, f"dim{i - 1}"), "takes the diagonal") for i in (2, 3)}
+    removed = {require_feature(layout, argument(node, name), "takes the diagonal") for name in ("dim1", "dim2")}
     return Layout((*(axis for i, axis in enumerate(layout.dims) if i not in removed), None), layout.frame)
 
 
-def unfold(node: fx.Node, arguments: Arguments) -> Layout:
-    """Rule for `unfold`: windows of a feature dimension, whose entries run along a new last dimension."""
+def with_last(node: fx.Node, arguments: Arguments) -> Layout:
+    """Rule for `view_as_real`, and for `unfold` of a feature dimension: entries run along a new last dimension."""
     layout = arguments[node.args[0]]
-    require_feature(layout, node.args[1], "takes windows")
-    return Layout((*layout.dims, None), layout.frame)
-
-
-def view_as_complex(node: fx.Node, arguments: Arguments) -> Layout:
-    """Rule for `view_as_complex`: it drops the last feature dimension, which holds real and imaginary parts."""
-    layout = arguments[node.args[0]]
-    require_feature(layout, -1, "pairs real and imaginary parts")
-    return Layout(layout.dims[:-1], layout.frame)
-
-
-def view_as_real(node: fx.Node, arguments: Arguments) -> Layout:
-    """Rule for `view_as_real`: it adds a last feature dimension for real and imaginary parts."""
-    layout = arguments[node.args[0]]
+    if node.target is aten.unfold.default:
+        require_feature(layout, node.args[1], "takes windows")
     return Layout((*layout.dims, None), layout.frame)

@@ -77,7 +77,7 @@ def token_axis(program: Program) -> None:
 
 
 def _find_axes(program: Program) -> None:
-    """The first mixer call, of attention for one, says what the batch and token sizes are.
+    """Read the batch and token sizes off the first mixer call.
 
     Calls over other sizes are for the program of the epilogue, see `other_batches`.
     """
@@ -114,7 +114,7 @@ def _find_axes(program: Program) -> None:
 
 
 def _line_of_constant(call: fx.Node, size: sympy.Expr) -> str | None:
-    """The user's line that made a size of the inputs this number: after it, the trace holds for no other one."""
+    """Return the user's line of the guard that made a size of the inputs this number; None if there is none."""
     for guard in call.args[0].meta["val"].fake_mode.shape_env.guards:
         symbols = guard.expr.free_symbols
         if isinstance(guard.expr, sympy.Eq) and len(symbols) == 1:
@@ -125,7 +125,7 @@ def _line_of_constant(call: fx.Node, size: sympy.Expr) -> str | None:
 
 
 def own_mixer_calls(program: Program) -> list[fx.Node]:
-    """The mixer calls over the program's own batch."""
+    """Return the mixer calls over the program's own batch."""
     return [call for call in mixer_calls(program.graph) if call not in program.other_batches]
 
 
@@ -133,9 +133,9 @@ def _require_own_keys(calls: list[fx.Node]) -> None:
     for call in calls:
         mixer, (_, tokens) = MIXERS[call.target], batch_and_tokens(call)
         for operand, value in mixer.over_tokens(call.args):
-            if (found := sizes(value)[mixer.token_dim]) != tokens:
+            if (length := sizes(value)[mixer.token_dim]) != tokens:
                 hint = "pass no past_key_values while training; in place of learned keys, train adapters (LoRA)"
-                if not found.free_symbols or not tokens.free_symbols:
+                if not length.free_symbols or not tokens.free_symbols:
                     hint += (
                         "; a loop over tokens (nn.GRUCell) makes values of one number of tokens: recurrences run by"
                         " dta_compile.linear_recurrence and its like"
@@ -145,7 +145,7 @@ def _require_own_keys(calls: list[fx.Node]) -> None:
                     "keys before the tokens' own)",
                     where=where(call),
                     expected=f"{tokens} {operand.plural}, as many as tokens",
-                    got=f"{found} {operand.plural}",
+                    got=f"{length} {operand.plural}",
                     hint=hint,
                 )
 
@@ -162,7 +162,7 @@ def _of_input(program: Program, node: fx.Node, spec: Input) -> Value:
 
 @functools.cache
 def _without_labels(rank: int) -> Layout:
-    """The one layout of weights of a rank."""
+    """Return the layout of weights of a rank, one object for all."""
     return Layout((None,) * rank)
 
 
@@ -188,13 +188,13 @@ def _interpret(program: Program, node: fx.Node) -> Value:
 
 
 def _is_read_flat(program: Program, node: fx.Node) -> bool:
-    """Whether a layer, or anything computed from parameters, reads a flattened value before it is taken apart again."""
+    """Return whether parameters or a mixer meet a flattened value before it is taken apart again."""
     of_parameters, whole = program.parameter_dependent, {program.batch, program.tokens}
     pending = [node]
-    for one in pending:
-        for user in one.users:
+    for value in pending:
+        for user in value.users:
             mixer = MIXERS.get(user.target)
-            if one in mixer.operands_of(user.args) if mixer else user in of_parameters:
+            if value in mixer.operands_of(user.args) if mixer else user in of_parameters:
                 return True
             is_tensor = isinstance(user.meta.get("val"), torch.Tensor) and user not in of_parameters
             is_flat = is_tensor and any(size.free_symbols and size not in whole for size in sizes(user))
@@ -204,7 +204,7 @@ def _is_read_flat(program: Program, node: fx.Node) -> bool:
 
 
 def _in_own_batch(program: Program, node: fx.Node, value: Layout) -> Layout | Mixed:
-    """A value with a gradient; mixed, if its tokens are others than those of the program's mixers."""
+    """Return the layout of a value with a gradient; `Mixed` if its tokens are not those of the program's mixers."""
     if not value.labelled:
         return value
     if node in program.other_batches:
@@ -218,17 +218,12 @@ def _in_own_batch(program: Program, node: fx.Node, value: Layout) -> Layout | Mi
 
 
 def is_labelled(value: Value) -> bool:
-    """Whether a value, or an item of a tuple, has a batch or token axis."""
+    """Return whether a value, or an item of a tuple, has a batch or token axis."""
     return any(isinstance(item, Layout) and item.labelled for item in items_of(value))
 
 
-def apply_rule(
-    program: Program,
-    node: fx.Node,
-    values: Mapping[fx.Node, Value],
-    adopted: Any,
-) -> Value:
-    """The value of a call node given those of its arguments; layouts that dense arguments take on go to `adopted`."""
+def apply_rule(program: Program, node: fx.Node, values: Mapping[fx.Node, Value], adopted: Any) -> Value:
+    """Return the value of a call given those of its arguments; record layouts of dense arguments in `adopted`."""
     mixer = MIXERS.get(node.target)  # of attention, masks have a proof of their own
     operands = mixer.operands_of(node.args) if mixer else node.all_input_nodes
     tensors = [arg for arg in operands if isinstance(arg, fx.Node) and has_tensor(arg)]
@@ -262,7 +257,7 @@ def apply_rule(
 
 
 def _contradiction(program: Program, node: fx.Node, value: Value) -> str | None:
-    """Where sizes deny what a rule says: every axis has its own size, and no other dimension depends on the call's.
+    """Return where sizes contradict a rule's layout: each axis has its own size, and features depend on no call's.
 
     `[B * S, D]` viewed as `[S, B, D]` has the right axes in the wrong places.
     """
@@ -288,7 +283,7 @@ def _contradiction(program: Program, node: fx.Node, value: Value) -> str | None:
 
 
 def _rows_of_no_token(rule: Rule, arguments: Arguments, value: Value) -> str | None:
-    """Why an operator cannot combine one value per sequence with tokens: chunks hold tokens of several sequences."""
+    """Return why an operator cannot combine one value per sequence with tokens, which chunks have of several."""
     if rule is pointwise or not isinstance(value, Layout) or value.token_dim is None:
         return None
     for arg in arguments.layouts:
@@ -299,7 +294,7 @@ def _rows_of_no_token(rule: Rule, arguments: Arguments, value: Value) -> str | N
 
 
 def _repeated_for_tokens(program: Program, node: fx.Node, layouts: dict[fx.Node, Layout]) -> Layout | None:
-    """The layout of a value expanded along axes that it lacks (a weight, positions for every row); None if unclear."""
+    """Return the layout of a value expanded along axes that it lacks (a weight, positions); None if unclear."""
     shaped = layout_by_shape(program, node) if node.target is aten.expand.default else None
     if not isinstance(shaped, Layout) or shaped.frame is None:
         return None
@@ -312,7 +307,7 @@ def _repeated_for_tokens(program: Program, node: fx.Node, layouts: dict[fx.Node,
 
 
 def _without_axes(program: Program, node: fx.Node) -> Value:
-    """An operator on values without batch or token axis (weights): its result has none either, or it is no weight."""
+    """Return the layout of an operator on values without batch or token axis; `Mixed` if a weight gets one."""
     shaped = layout_by_shape(program, node)
     function = custom_function(node)
     if node in program.parameter_dependent and function is not None and not function.is_linear:
@@ -323,7 +318,7 @@ def _without_axes(program: Program, node: fx.Node) -> Value:
 
 
 def layout_by_shape(program: Program, node: fx.Node) -> Value:
-    """The axes that a dense value's sizes show: B, S, B*S, or another number of tokens without a known position."""
+    """Return the axes that the sizes of a dense value show: B, S, B*S, or tokens at unknown positions."""
     value = node.meta["val"]
     if isinstance(value, (tuple, list)):
         return tuple(
@@ -342,7 +337,7 @@ def layout_by_shape(program: Program, node: fx.Node) -> Value:
 
 
 def axis_of_size(program: Program, size: int | torch.SymInt, dim: int) -> tuple[Axis | None, Frame | None]:
-    """What dimension `dim` of a dense value counts, by its size."""
+    """Return the axis, and the frame of tokens, that dimension `dim` of a dense value counts, by its size."""
     expr = expression(size)
     if expr == program.batch and (expr.free_symbols or dim == 0):  # a constant counts sequences in front only
         return Axis.BATCH, None

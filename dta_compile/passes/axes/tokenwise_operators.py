@@ -22,17 +22,18 @@ from dta_compile.passes.axes.layouts import (
     Arguments,
     MixesTokens,
     Rule,
-    argument,
     broadcast,
     is_tensor,
     require_feature,
     single_token_axis,
     unify_frames,
 )
+from dta_compile.passes.graphs.arguments import argument
 from dta_compile.passes.graphs.operators import (
     CASTS,
     COPIES,
     MASKED_FILLS,
+    MATRIX_PRODUCTS,
     RESHAPES,
     SQUEEZES,
     TRANSPOSITIONS,
@@ -48,47 +49,47 @@ REGISTERED: set[Any] = set()  # operators with a rule registered by users
 
 def pointwise(node: fx.Node, arguments: Arguments) -> Layout | tuple[Layout, ...]:
     """Rule for pointwise operators with broadcasting."""
-    layout, results = broadcast(node, arguments), node.meta.get("val")
+    return _of_results(node, broadcast(node, arguments))
+
+
+def _of_results(node: fx.Node, layout: Layout) -> Layout | tuple[Layout, ...]:
+    """Return a layout for each result of an operator."""
+    results = node.meta.get("val")
     return (layout,) * len(results) if isinstance(results, (tuple, list)) else layout
 
 
-def along_features(what: str, dim_argument: int, keepdim_argument: int | None = None, results: int = 1) -> Rule:
-    """Return the rule for an operator along given dimensions, which must be features.
+def along_features(what: str, *dims: int, drops: bool = False) -> Rule:
+    """Return the rule for an operator along `dims`, or along those of its argument `dim`, which must be features.
 
-    With `keepdim_argument` None the shape stays; else the dimensions are dropped unless that argument is true.
+    They are dropped if it `drops` them, or has an argument `keepdim` that is false.
     """
 
     def rule(node: fx.Node, arguments: Arguments) -> Layout | tuple[Layout, ...]:
         layout = arguments[node.args[0]]
-        chosen = argument(node, dim_argument, "dim")
+        chosen = dims or argument(node, "dims") or argument(node, "dim")
         if chosen is None or chosen == []:
-            chosen = list(range(len(layout.dims)))
-        chosen = [chosen] if isinstance(chosen, int) else list(chosen)
-        dropped = {require_feature(layout, dim, what) for dim in chosen}
-        if keepdim_argument is not None and not argument(node, keepdim_argument, "keepdim"):
+            chosen = range(len(layout.dims))
+        dropped = {require_feature(layout, dim, what) for dim in ([chosen] if isinstance(chosen, int) else chosen)}
+        if drops or argument(node, "keepdim") is False:
             layout = Layout(tuple(axis for i, axis in enumerate(layout.dims) if i not in dropped), layout.frame)
-        return layout if results == 1 else (layout,) * results
+        return _of_results(node, layout)
 
     return rule
 
 
-def matmul(left: int, right: int) -> Rule:
-    """Return the rule for operators like mm: argument `left` `[m, k]` times `right` `[k, n]`; k must be a feature."""
-
-    def rule(node: fx.Node, arguments: Arguments) -> Layout:
-        a, b = arguments[node.args[left]], arguments[node.args[right]]
-        if a.dims[-1] is not None or b.dims[-2 if len(b.dims) > 1 else -1] is not None:
-            raise MixesTokens("it contracts (sums over) the token or batch axis")
-        if a.dims[:-2] != b.dims[:-2]:
-            raise MixesTokens("it multiplies along different axes")
-        rows = a.dims[-2:-1]
-        columns = b.dims[-1:] if len(b.dims) > 1 else ()
-        product = single_token_axis(Layout((*a.dims[:-2], *rows, *columns), unify_frames([a.frame, b.frame])))
-        if left and broadcast(node, arguments, [node.args[0]], beside=product).dims != product.dims:
-            raise MixesTokens("it adds a value with axes that the product lacks")
-        return product
-
-    return rule
+def matmul(node: fx.Node, arguments: Arguments) -> Layout:
+    """Rule for products `[m, k]` times `[k, n]`, of which k must be a feature, and for these plus a first argument."""
+    *added, left, right = node.args
+    a, b = arguments[left], arguments[right]
+    if a.dims[-1] is not None or b.dims[-2 if len(b.dims) > 1 else -1] is not None:
+        raise MixesTokens("it contracts (sums over) the token or batch axis")
+    if a.dims[:-2] != b.dims[:-2]:
+        raise MixesTokens("it multiplies along different axes")
+    columns = b.dims[-1:] if len(b.dims) > 1 else ()
+    product = single_token_axis(Layout((*a.dims[:-1], *columns), unify_frames([a.frame, b.frame])))
+    if added and broadcast(node, arguments, added, beside=product).dims != product.dims:
+        raise MixesTokens("it adds a value with axes that the product lacks")
+    return product
 
 
 def embedding(node: fx.Node, arguments: Arguments) -> Layout:
@@ -96,18 +97,11 @@ def embedding(node: fx.Node, arguments: Arguments) -> Layout:
     table, index = arguments[node.args[0]], arguments[node.args[1]]
     if table.labelled:
         raise MixesTokens("it looks up rows of a table that is itself computed per token")
-    if node.target is not EMBEDDING_PART and argument(node, 3, "scale_grad_by_freq"):
+    if node.target is not EMBEDDING_PART and argument(node, "scale_grad_by_freq"):
         raise MixesTokens("with scale_grad_by_freq, its gradient is divided by how often tokens occur in the batch")
-    if node.target is not EMBEDDING_PART and argument(node, 4, "sparse"):
+    if node.target is not EMBEDDING_PART and argument(node, "sparse"):
         raise MixesTokens("with sparse=True, its gradient has an entry for every token of the batch")
     return Layout((*index.dims, None), index.frame)
-
-
-def along_the_last(node: fx.Node, arguments: Arguments) -> Layout:
-    """Rule for collectives over parts of the last dimension on other ranks; these must be features."""
-    layout = arguments[node.args[0]]
-    require_feature(layout, -1, "gathers from other ranks")
-    return layout
 
 
 def index_tensor(node: fx.Node, arguments: Arguments) -> Layout:
@@ -192,26 +186,14 @@ def _along_others(source: fx.Node, other: fx.Node, dim: int, arguments: Argument
     return result
 
 
-def normalization(results: int) -> Rule:
-    """Return the rule for layer and RMS norms over the last `len(normalized_shape)` dimensions, with statistics."""
-
-    def rule(node: fx.Node, arguments: Arguments) -> tuple[Layout, ...]:
-        layout = arguments[node.args[0]]
-        for dim in range(len(layout.dims) - len(node.args[1]), len(layout.dims)):
-            require_feature(layout, dim, "normalises")
-        if any(isinstance(weight, fx.Node) and arguments[weight].labelled for weight in node.args[2:4]):
-            raise MixesTokens("its weights differ between tokens or sequences")
-        return (layout,) * results
-
-    return rule
-
-
-def triangle(node: fx.Node, arguments: Arguments) -> Layout:
-    """Rule for `tril` and `triu` of two feature dimensions."""
+def normalization(node: fx.Node, arguments: Arguments) -> Layout | tuple[Layout, ...]:
+    """Rule for layer and RMS norms over the last `len(normalized_shape)` dimensions, with statistics."""
     layout = arguments[node.args[0]]
-    for dim in (-1, -2):
-        require_feature(layout, dim, "cuts a triangle")
-    return layout
+    for dim in range(len(layout.dims) - len(node.args[1]), len(layout.dims)):
+        require_feature(layout, dim, "normalises")
+    if any(isinstance(weight, fx.Node) and arguments[weight].labelled for weight in node.args[2:4]):
+        raise MixesTokens("its weights differ between tokens or sequences")
+    return _of_results(node, layout)
 
 
 def bucketize(node: fx.Node, arguments: Arguments) -> Layout:
@@ -254,16 +236,16 @@ def mixing(node: fx.Node, arguments: Arguments) -> Layout:
     mixer = MIXERS[node.target]
     operands, batch_dim = [value for _, value in mixer.over_tokens(node.args)], mixer.batch_dim
     first, both = arguments[operands[0]], " and ".join(operand.plural for operand in mixer.operands[:2])
-    for one, value in zip(mixer.operands, mixer.operands_of(node.args), strict=True):
-        if not one.has_tokens and arguments[value].labelled:
-            raise MixesTokens(f"its {one.plural} depend on the tokens")
-    for operand in operands:
-        layout = arguments[operand]
-        one_sequence = layout.dims[batch_dim] is None and sizes(operand)[batch_dim] == 1
+    for operand, value in zip(mixer.operands, mixer.operands_of(node.args), strict=True):
+        if not operand.has_tokens and arguments[value].labelled:
+            raise MixesTokens(f"its {operand.plural} depend on the tokens")
+    for value in operands:
+        layout = arguments[value]
+        one_sequence = layout.dims[batch_dim] is None and sizes(value)[batch_dim] == 1
         axes = {BATCH: None if one_sequence else Axis.BATCH, TOKENS: Axis.TOKEN}
         if layout.dims != tuple(axes.get(dim) for dim in mixer.dims[: len(layout.dims)]):
             expected = ", ".join(mixer.dims)
-            raise MixesTokens(f"{mixer.name} expects [{expected}], got {layout} of {sizes(operand)}")
+            raise MixesTokens(f"{mixer.name} expects [{expected}], got {layout} of {sizes(value)}")
         if layout.frame != first.frame:
             raise MixesTokens(f"its {both} are different tokens (a KV cache, or cross-attention)")
         if one_sequence != (first.dims[batch_dim] is None):
@@ -272,7 +254,7 @@ def mixing(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def item(node: fx.Node, arguments: Arguments) -> Layout:
-    """Entry of the table for `getitem`, which `token_axis` resolves itself, so that it counts as known."""
+    """Stand in the table for `getitem`, which `token_axis` resolves itself."""
     raise AssertionError("getitem is resolved by the token_axis pass")
 
 
@@ -288,55 +270,44 @@ _register(
     shape_rules.like, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default
 )
 _register(shape_rules.view, *RESHAPES)
-_register(shape_rules.permuted, *TRANSPOSITIONS)
-_register(shape_rules.unsqueeze, aten.unsqueeze.default)
-_register(shape_rules.squeeze, *SQUEEZES)
-_register(shape_rules.expand, aten.expand.default)
+_register(shape_rules.rearranged, *TRANSPOSITIONS, *SQUEEZES, aten.unsqueeze.default, aten.expand.default)
 _register(shape_rules.slice_, aten.slice.Tensor)
-_register(shape_rules.select, aten.select.int)
 _register(shape_rules.written_slice, aten.slice_scatter.default, aten.select_scatter.default)
 _register(shape_rules.stack, aten.stack.default)
 _register(shape_rules.split, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
 _register(shape_rules.cat, aten.cat.default)
-_register(matmul(0, 1), aten.mm.default, aten.bmm.default, aten.mv.default)
-_register(matmul(1, 2), aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
+_register(matmul, *MATRIX_PRODUCTS, aten.mv.default, aten.addmv.default)
 _register(embedding, aten.embedding.default)
 _register(index_tensor, aten.index.Tensor)
 _register(index_put, aten.index_put.default)
 _register(index_select, aten.index_select.default)
 _register(gather, aten.gather.default)
 _register(scatter, aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
-_register(along_features("normalises", 1), aten._softmax.default, aten._log_softmax.default)
-_register(along_features("sums", 1, 2), aten.sum.dim_IntList, aten.mean.dim, aten.any.dim, aten.all.dim)
-_register(
-    along_features("reduces", 1, 2), aten.amax.default, aten.amin.default, aten.prod.dim_int, aten.logsumexp.default
-)
-_register(along_features("reduces", 1, 2), aten.argmax.default, aten.argmin.default)
-_register(along_features("reduces", 1, 3), aten.var.correction, aten.std.correction)
-_register(along_features("reduces", 1, 3, results=2), aten.var_mean.correction)
-_register(along_features("reduces", 2, 3), aten.linalg_vector_norm.default)
-_register(along_features("reduces", 1, 2, results=2), aten.max.dim, aten.min.dim)
-_register(along_features("accumulates", 1), aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
-_register(along_features("reorders", 1), aten.flip.default, aten.glu.default)
-_register(along_features("accumulates", 1, results=2), aten.cummax.default, aten.cummin.default)
-_register(along_features("reduces", 1, 2, results=2), aten.median.dim, aten.nanmedian.dim, aten.mode.default)
-_register(along_features("reduces", 2, 3, results=2), aten.kthvalue.default)
-_register(along_features("sums", 2, 3), aten.norm.ScalarOpt_dim)
-_register(along_features("sorts", 1, results=2), aten.sort.default)
-_register(along_features("sorts", 2, results=2), aten.sort.stable)  # its dim is given by name
-_register(along_features("selects the largest", 2, results=2), aten.topk.default)
-_register(normalization(3), aten.native_layer_norm.default)
+_register(along_features("normalises"), aten._softmax.default, aten._log_softmax.default)
+_register(along_features("sums"), aten.sum.dim_IntList, aten.mean.dim, aten.any.dim, aten.all.dim)
+_register(along_features("sums"), aten.norm.ScalarOpt_dim)
+_register(along_features("reduces"), aten.amax.default, aten.amin.default, aten.prod.dim_int, aten.logsumexp.default)
+_register(along_features("reduces"), aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)
+_register(along_features("reduces"), aten.var.correction, aten.std.correction, aten.var_mean.correction)
+_register(along_features("reduces"), aten.linalg_vector_norm.default, aten.kthvalue.default, aten.mode.default)
+_register(along_features("reduces"), aten.median.dim, aten.nanmedian.dim)
+_register(along_features("accumulates"), aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
+_register(along_features("accumulates"), aten.cummax.default, aten.cummin.default)
+_register(along_features("reorders"), aten.flip.default, aten.glu.default)
+_register(along_features("sorts"), aten.sort.default, aten.sort.stable)
+_register(along_features("selects the largest"), aten.topk.default)
+_register(along_features("selects one entry", drops=True), aten.select.int)
+_register(along_features("cuts a triangle", -1, -2), aten.tril.default, aten.triu.default)
+_register(along_features("pairs real and imaginary parts", -1, drops=True), aten.view_as_complex.default)
+_register(along_features("gathers from other ranks", -1), *ALONG_THE_LAST)
+_register(normalization, aten.native_layer_norm.default)
 if hasattr(aten, "_fused_rms_norm"):
-    _register(normalization(2), aten._fused_rms_norm.default)
-_register(triangle, aten.tril.default, aten.triu.default)
+    _register(normalization, aten._fused_rms_norm.default)
 _register(shape_rules.diagonal, aten.diagonal.default)
-_register(shape_rules.unfold, aten.unfold.default)
+_register(shape_rules.with_last, aten.view_as_real.default, aten.unfold.default)
 _register(bucketize, aten.bucketize.Tensor)
-_register(shape_rules.view_as_complex, aten.view_as_complex.default)
-_register(shape_rules.view_as_real, aten.view_as_real.default)
 _register(convolution, aten.convolution.default)
 _register(pointwise, *ENTRY_BY_ENTRY)
-_register(along_the_last, *ALONG_THE_LAST)
 _register(embedding, EMBEDDING_PART)
 _register(at_experts, EXPERT_LINEAR, EXPERT_SUM)
 _register(shape_rules.constant_pad, aten.constant_pad_nd.default)
@@ -352,7 +323,7 @@ def rule_for(target: Any) -> Rule | None:
         return mixing
     if not is_tagged_pointwise(target):
         return None
-    gives_tensors = all(isinstance(one.type, torch.TensorType) for one in target._schema.returns)
+    gives_tensors = all(isinstance(result.type, torch.TensorType) for result in target._schema.returns)
     return pointwise if gives_tensors else None  # not one number for the whole tensor (aten.equal)
 
 

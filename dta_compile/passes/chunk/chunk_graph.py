@@ -19,6 +19,7 @@ from dta_compile.errors import RefusalError
 from dta_compile.executable.layouts import Axis, Flat, InputKind, Layout
 from dta_compile.ops.mixer import has_several_results
 from dta_compile.passes.contracts import contract
+from dta_compile.passes.graphs.arguments import dim_of, operand_dims
 from dta_compile.passes.graphs.nodes import erase_unused, is_uniform
 from dta_compile.passes.graphs.operators import OF_TWO_TENSORS, SQUEEZES, TAKE_A_SHAPE, aten
 from dta_compile.passes.graphs.subgraph import add_call, copied, graph_module
@@ -86,7 +87,7 @@ class _Builder:
         return add_call(self.graph, target, args, kwargs)
 
     def _place(self, value: fx.Node, item: ChunkInput) -> fx.Node:
-        """`[rows, *features]` to the layout that the region expects; the batch axis beside tokens has size one."""
+        """Rearrange `[rows, *features]` to the layout that the region expects, with a batch axis of size one."""
         dims = item.layout.dims
         rows, features = item.layout.row_dim, iter(range(1, len(dims)))
         order = [0 if i == rows else next(features) for i, axis in enumerate(dims) if i == rows or axis is None]
@@ -97,7 +98,7 @@ class _Builder:
         return value
 
     def _rows_first(self, value: fx.Node, layout: Layout) -> fx.Node:
-        """The reverse of `_place`: a region value as `[rows, *features]`."""
+        """Reverse `_place`: rearrange a region value to `[rows, *features]`."""
         if layout.batch_dim is not None:
             value = self._call(aten.squeeze.dim, (value, layout.batch_dim))
         dims = [axis for axis in layout.dims if axis is not Axis.BATCH]
@@ -108,7 +109,7 @@ class _Builder:
         return value
 
     def _read(self, node: fx.Node, in_head: bool, reader: fx.Node | None = None) -> Any:
-        """The copy of an argument as its reader sees it: placed inputs, and trunk values gathered at head rows."""
+        """Return an argument as its reader sees it: a placed input, a trunk value at head rows, or its copy."""
         copy, own = self._rows(node, in_head, reader), self._layout(node, reader)
         if not isinstance(own, Layout) or not own.labelled or own.token_dim is not None:
             return copy
@@ -118,7 +119,7 @@ class _Builder:
         return self._beside_tokens(copy, own, result)
 
     def _beside_tokens(self, value: fx.Node, layout: Layout, result: Layout) -> fx.Node:
-        """A row for every token of what has no token axis, `[rows, ..., 1]`, where the tokens of `result` are."""
+        """Move the rows of a value without token axis to where `result` has its tokens: `[rows, ..., 1]`."""
         for _ in range(len(result.dims) - len(layout.dims)):
             value = self._call(aten.unsqueeze.default, (value, 0))
         return self._call(aten.transpose.int, (value, result.batch_dim, result.token_dim))
@@ -187,11 +188,8 @@ class _Builder:
         self.copies[node].meta.setdefault("stack_trace", node.meta.get("stack_trace"))
 
     def _squeeze(self, node: fx.Node, source: fx.Node) -> fx.Node:
-        """Without the dimensions that had size one in the whole batch: in a chunk the batch axis has, too."""
-        shape = sizes(node.args[0])
-        chosen = node.args[1] if len(node.args) > 1 else range(len(shape))
-        chosen = [chosen] if isinstance(chosen, int) else chosen
-        dims = [dim % len(shape) for dim in chosen if shape[dim] == 1]
+        """Squeeze the dimensions of size one in the whole batch alone: in a chunk the batch axis has it, too."""
+        dims = sorted(set(range(len(sizes(node.args[0])))).difference(operand_dims(node) or ()))
         return self._call(aten.squeeze.dims, (source, dims))
 
     def _mixed(self, node: fx.Node) -> fx.Node:
@@ -207,14 +205,13 @@ class _Builder:
         return isinstance(value, Layout) and value.labelled
 
     def _is_token_window(self, node: fx.Node) -> bool:
-        """A slice along the token axis: chunks compute all tokens, the frontier's frame says which ones are read."""
+        """Return whether a node slices the token axis: chunks compute all tokens, and frames say which are read."""
         if node.target is not aten.slice.Tensor or not self._is_per_token(node):
             return False
-        dim = node.args[1] if len(node.args) > 1 else 0
-        return self.program.layout(node).dims[dim] is not None
+        return self.program.layout(node).dims[dim_of(node)] is not None
 
     def _chunk_shape(self, layout: Layout, shape: Sequence[Any], in_head: bool) -> list[Any]:
-        """The sizes of a value in a chunk, given those over the whole batch."""
+        """Return the sizes of a value in a chunk, given those over the whole batch."""
         rows = self.num_head_rows if in_head else self.num_tokens
 
         def size_of(dim: int) -> Any:
@@ -228,7 +225,7 @@ class _Builder:
         return list(map(size_of, range(len(shape))))
 
     def _add_sizes_used_as_numbers(self, region: list[fx.Node]) -> None:
-        """`x / S` must keep the number of tokens of the batch: the prologue hands it over as a scalar tensor."""
+        """Hand over sizes of the batch used as numbers (`x / S`) as scalar tensors of the prologue."""
         for node in region:
             if node.target in TAKE_A_SHAPE or node.target is aten.slice.Tensor:
                 continue
@@ -262,7 +259,7 @@ class _Builder:
 
 
 def _number(node: fx.Node) -> int | float | None:
-    """The number that a node always has by now, if it is one."""
+    """Return the number that a node has in every call; None if it differs, or is none."""
     value = node.meta.get("val")
     if isinstance(value, (torch.SymInt, torch.SymFloat)) and symbolic(value).is_number:
         return int(value) if isinstance(value, torch.SymInt) else float(value)
@@ -270,12 +267,12 @@ def _number(node: fx.Node) -> int | float | None:
 
 
 def free_sizes(shape_env: ShapeEnv) -> tuple[Any, Any]:
-    """Symbols for the number of chunk tokens and of head rows."""
+    """Return symbolic numbers of chunk tokens and of head rows."""
     return new_size(shape_env, "__dta_tokens", 61), new_size(shape_env, "__dta_head_rows", 53)
 
 
 def fake_inputs(program: Program, tokens: Any, head_rows: Any) -> list[torch.Tensor]:
-    """The inputs of `program.chunk`, in its order, those alike as one; to be called under a `FakeTensorMode`."""
+    """Return fake inputs of `program.chunk`, in order, one for those alike; needs a `FakeTensorMode`."""
     strided = functools.cache(torch.empty_strided)
 
     def whole(node: fx.Node, requires_grad: bool = False) -> torch.Tensor:
@@ -300,11 +297,11 @@ def fake_inputs(program: Program, tokens: Any, head_rows: Any) -> list[torch.Ten
 
 
 def _feature_sizes(item: ChunkInput) -> tuple[int, ...]:
-    """The sizes of a chunk input's feature dimensions."""
+    """Return the sizes of a chunk input's feature dimensions."""
     shape = item.node.meta["val"].shape
     return tuple(int(size) for size, axis in zip(shape, item.layout.dims, strict=True) if axis is None)
 
 
 def chunk_device(program: Program) -> torch.device:
-    """Where the chunk graph runs."""
+    """Return the device that the chunk graph runs on."""
     return program.mixer_nodes[0].meta["val"].device

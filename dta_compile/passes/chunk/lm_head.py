@@ -18,8 +18,9 @@ from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.lm_head.operators import LINEAR_CROSS, LINEAR_LOG_PROB, LINEAR_TOP, Further, Head, Results
 from dta_compile.ops.mixer import mixer_of_chunk
 from dta_compile.passes.chunk.chunk_graph import fake_inputs, free_sizes
-from dta_compile.passes.chunk.logit_uses import CAST, TOPS, Kind, Reading, Reduction, Scaling, Step, top_dim
+from dta_compile.passes.chunk.logit_uses import CAST, TOPS, Kind, Reading, Reduction, Scaling, Step
 from dta_compile.passes.contracts import contract
+from dta_compile.passes.graphs.arguments import dim_of
 from dta_compile.passes.graphs.nodes import descendants, erase_unused, swaps
 from dta_compile.passes.graphs.operators import LINEAR_LAYERS, TRANSPOSITIONS, aten
 from dta_compile.passes.program import Program, ancestors
@@ -62,7 +63,7 @@ def lm_head(program: Program) -> None:
             _Fusion(linear, top.meaning.scaling, [top]).replace_top()
         if tops:
             reductions = Reading(linear, trained).reductions
-        if reductions and not _depend_on_logits(linear, reductions):
+        if reductions and linear not in ancestors(_operands(reductions)):
             for scaling in dict.fromkeys(reduction.meaning.scaling for reduction in reductions):
                 own = [reduction for reduction in reductions if reduction.meaning.scaling == scaling]
                 _Fusion(linear, scaling, own).replace()
@@ -79,12 +80,12 @@ Halves = dict[Kind, tuple[fx.Node, Reduction]]
 
 def _crosses(readings: Readings) -> dict[fx.Node, Halves]:
     """Return the layer and the reduction of each half of sums over two layers, by the node of the sum."""
-    found: dict[fx.Node, Halves] = {}
+    crosses: dict[fx.Node, Halves] = {}
     for linear, reductions in readings.items():
         for reduction in reductions:
             if reduction.meaning.kind in HALVES:
-                found.setdefault(reduction.node, {})[reduction.meaning.kind] = linear, reduction
-    return found
+                crosses.setdefault(reduction.node, {})[reduction.meaning.kind] = linear, reduction
+    return crosses
 
 
 def _without_halves(readings: Readings) -> Readings:
@@ -99,7 +100,7 @@ def _without_halves(readings: Readings) -> Readings:
         }
         if not lonely:
             return readings
-        readings = {linear: [] if linear in lonely else found for linear, found in readings.items()}
+        readings = {linear: [] if linear in lonely else own for linear, own in readings.items()}
 
 
 def _replace_crosses(readings: Readings) -> None:
@@ -143,14 +144,11 @@ def _propagate(program: Program) -> None:
                     node.meta["val"] = pytree.tree_map_only(torch.Tensor, first_like, attribute)
                 case "call_function":
                     args = node.args[1:] if mixer_of_chunk(node.target) else node.args  # without the layer's number
-                    key = node.target, repr(fx.node.map_arg((args, node.kwargs), _name_of_value))
+                    named = fx.node.map_arg((args, node.kwargs), lambda arg: f"\0{id(arg.meta['val'])}")
+                    key = node.target, repr(named)
                     if key not in known:
                         known[key] = pytree.tree_map_only(torch.Tensor, first_like, _computed(node))
                     node.meta["val"] = known[key]
-
-
-def _name_of_value(node: fx.Node) -> str:
-    return f"\0{id(node.meta['val'])}"
 
 
 def _computed(node: fx.Node) -> Any:
@@ -174,11 +172,6 @@ def _operands(reductions: Sequence[Reduction]) -> list[fx.Node]:
     return [value for value in dict.fromkeys(operands) if isinstance(value, fx.Node)]
 
 
-def _depend_on_logits(linear: fx.Node, reductions: Sequence[Reduction]) -> bool:
-    """Return whether labels or scales are computed from the logits of `linear`."""
-    return linear in ancestors(_operands(reductions))
-
-
 # By reduction and what it reduces: an operator and the results of `dta::linear_log_prob` that it takes. Sums are
 # relative to the largest logit, so that they take the other result once per entry of the vocabulary.
 SUMS = {
@@ -192,11 +185,6 @@ REDUCTIONS: dict[tuple[Any, Kind], tuple[Any, ...]] = {
     **{(target, kind): sums for target in (aten.sum.dim_IntList, aten.mean.dim) for kind, sums in SUMS.items()},
     **{(aten.argmax.default, kind): (None, "best") for kind in (Kind.LOGITS, Kind.LOG_PROBS, Kind.PROBS)},
 }
-
-
-def _results_for(reduction: Reduction) -> tuple[str, ...]:
-    """Return the names of the results that a reduction takes, but for those of labels."""
-    return () if reduction.labels is not None else REDUCTIONS[reduction.node.target, reduction.meaning.kind][1:]
 
 
 class _Fusion:
@@ -213,7 +201,8 @@ class _Fusion:
         self._move_operands_before()
         with self.graph.inserting_before(self.linear):
             head, columns = self._head()
-            needed = {name for reduction in self.reductions for name in _results_for(reduction)}
+            whole = [reduction for reduction in self.reductions if reduction.labels is None]
+            needed = {name for each in whole for name in REDUCTIONS[each.node.target, each.meaning.kind][1:]}
             further = list(Further(*(name in needed for name in Further._fields)))
             fused = self._call(LINEAR_LOG_PROB, *head, further, self.dtype)
             results = Results(*(self._call(operator.getitem, fused, i) for i in range(len(Results._fields))))
@@ -250,13 +239,12 @@ class _Fusion:
 
     def replace_top(self) -> None:
         """Replace `topk` or `max` by an operator for the indices and a gather, which is read as any other."""
-        (node,), dim = (reduction.node for reduction in self.reductions), top_dim(self.reductions[0].node)
-        source, (values, indices) = node.args[0], node.meta["val"]
+        node = self.reductions[0].node
+        source, dim, (values, indices) = node.args[0], dim_of(node), node.meta["val"]
         self._move_operands_before()
         with self.graph.inserting_before(self.linear):
             count = node.args[1] if node.target is aten.topk.default else 1
             top = self._call(LINEAR_TOP, *self._head()[0], count, self.dtype)
-            dim %= source.meta["val"].dim()
             others = [size for i, size in enumerate(source.meta["val"].shape) if i != dim]
             kept = self._call(
                 aten.movedim.int, self._call(aten.reshape.default, top, self._shape([*others, count])), -1, dim

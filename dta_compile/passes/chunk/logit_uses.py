@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import fx
 
+from dta_compile.passes.graphs.arguments import argument, dim_of
 from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, PRODUCTS, QUOTIENTS, TRANSPOSITIONS, aten
 
 Step = tuple[bool, Any]
@@ -133,7 +134,7 @@ class Reading:
         return dataclasses.replace(meaning, detached=meaning.detached or node.target is aten.detach.default)
 
     def _reshape(self, node: fx.Node) -> Meaning | None:
-        """A reshape keeps the meaning if it only adds or removes dimensions of size one."""
+        """Keep the meaning if a reshape only adds or removes dimensions of size one."""
         before, after = self._long_dims(node.args[0]), self._long_dims(node)
         return self.meanings[node.args[0]] if before == after else None
 
@@ -200,7 +201,7 @@ class Reading:
         return missing >= 0 and all(size in ("1", whole) for size, whole in zip(sizes, shape, strict=True))
 
     def _add(self, node: fx.Node) -> Meaning | None:
-        """A sum is the logits with a bias if it directly follows the linear layer."""
+        """Read a sum that directly follows the linear layer as logits with a bias."""
         left, right = node.args
         value, bias = (left, right) if left in self.meanings else (right, left)
         meaning = self.meanings[value]
@@ -212,7 +213,7 @@ class Reading:
         return dataclasses.replace(meaning, scaling=Scaling(bias)) if last and unchanged else None
 
     def _subtract(self, node: fx.Node) -> Meaning | None:
-        """`z - logsumexp(z)` are log-probs; log-probs and those of another layer are a ratio."""
+        """Read `z - logsumexp(z)` as log-probs, and log-probs less those of another layer as a ratio."""
         left, right = node.args
         if (left in self.meanings) != (right in self.meanings):
             own, other, sign = (left, right, 1) if left in self.meanings else (right, left, -1)
@@ -262,17 +263,17 @@ class Reading:
         return Reduction(node, self.meanings[node.args[0]]) if over else None
 
     def _largest(self, node: fx.Node) -> Reduction | None:
-        """The argmax of log-probs or probabilities is that of the logits."""
+        """Read the argmax of log-probs or probabilities as that of the logits."""
         meaning, dims = self.meanings[node.args[0]], node.args[1:2]
         rises = meaning.kind in GATHERED and meaning.factor > 0
         over = rises and isinstance(dims[0] if dims else None, int) and self._is_over_vocabulary(node.args[0], [*dims])
         return Reduction(node, meaning) if over else None
 
     def _top(self, node: fx.Node) -> Reduction | None:
-        """So are their largest entries, whose values are gathered by index."""
-        meaning, is_largest = self.meanings[node.args[0]], node.args[3:4] in ((), (True,))
+        """Read their largest entries as those of the logits, whose values are gathered by index."""
+        meaning, is_largest = self.meanings[node.args[0]], argument(node, "largest") is not False
         rises = meaning.kind in GATHERED and meaning.factor > 0 and is_largest
-        fits = rises and isinstance(node.args[1], int) and self._is_over_vocabulary(node.args[0], [top_dim(node)])
+        fits = rises and isinstance(node.args[1], int) and self._is_over_vocabulary(node.args[0], [dim_of(node)])
         return Reduction(node, meaning) if fits else None
 
     def _kind(self, node: fx.Node) -> Kind | None:
@@ -291,11 +292,6 @@ class Reading:
         return [size for size in self._sizes(node) if size != "1"]
 
 
-def top_dim(node: fx.Node) -> int:
-    """Return the dimension of a `topk` or `max`."""
-    return (*node.args, -1)[2] if node.target is aten.topk.default else node.args[1]
-
-
 def _is_number(by: Any) -> bool:
     return isinstance(by, (int, float)) and math.isfinite(by) and by != 0
 
@@ -308,11 +304,7 @@ def _of_same_logits(node: fx.Node, one: Meaning, other: Meaning) -> bool:
 
 Rule = Callable[[Reading, fx.Node], Meaning | Reduction | None]
 
-WEIGHTED = {
-    Kind.PROBS: Kind.WEIGHTED_PROBS,
-    Kind.LOG_PROBS: Kind.WEIGHTED_LOG_PROBS,
-    Kind.LOG_RATIO: Kind.TO,
-}
+WEIGHTED = {Kind.PROBS: Kind.WEIGHTED_PROBS, Kind.LOG_PROBS: Kind.WEIGHTED_LOG_PROBS, Kind.LOG_RATIO: Kind.TO}
 GATHERED = (Kind.LOGITS, Kind.LOG_PROBS, Kind.PROBS)  # rise with the logits, entry by entry
 # By reduction, what it may reduce over the vocabulary.
 REDUCED: dict[Any, tuple[Kind, ...]] = {

@@ -15,14 +15,14 @@ equal inputs holds for all that follow. `unroll` checks that there are such two.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import fx
 
 from dta_compile.passes.graphs.subgraph import graph_module
-from dta_compile.passes.lowering.repeated_calls import PLAIN, facts_of
+from dta_compile.passes.lowering.repeated_calls import facts_of, key_of
 from dta_compile.passes.program import Folding, Program
 
 KEPT = 5  # copies: the first and the last two may be special (by what they read last), and two neighbours are compared
@@ -33,10 +33,10 @@ def fold(program: Program) -> Program | None:
     """Return a program of the captured graph with few of its copies; None if it has few, or no known length."""
     if program.length is not None:
         return None
-    found = _Copies(program.captured).found()
-    if found is None:
+    folded = _Copies(program.captured).folded()
+    if folded is None:
         return None
-    module, folding = found
+    module, folding = folded
     return dataclasses.replace(program, captured=module, folding=folding, timings={})
 
 
@@ -50,7 +50,7 @@ class _Copies:
         self.calls = [self._call(node) for node in self.nodes]
         self.weights = {node: _weight(node) for node in self.inputs}
 
-    def found(self) -> tuple[fx.GraphModule, Folding] | None:
+    def folded(self) -> tuple[fx.GraphModule, Folding] | None:
         """Leave copies out of the longest run around the middle of the graph, if that is most of it."""
         half, most = len(self.nodes) // 2, len(self.nodes) // (KEPT + LEAST_LEFT_OUT)
         periods = [i for i in range(1, most + 1) if self.calls[half] == self.calls[half + i]]
@@ -73,10 +73,10 @@ class _Copies:
     def _is_alike(self, i: int, period: int) -> bool:
         own, others = self.reads[i], self.reads[i + period]
         return self.calls[i] == self.calls[i + period] and all(
-            one is other
-            or (one in self.inputs and self.weights[one] == self.weights.get(other) is not None)
-            or (one in self.position and self.position[one] + period == self.position.get(other, -1) >= i)
-            for one, other in zip(own, others, strict=True)
+            node is later
+            or (node in self.inputs and self.weights[node] == self.weights.get(later) is not None)
+            or (node in self.position and self.position[node] + period == self.position.get(later, -1) >= i)
+            for node, later in zip(own, others, strict=True)
         )
 
     def _folded(self, period: int, first: int, stop: int, left_out: int) -> tuple[fx.GraphModule, Folding] | None:
@@ -119,10 +119,10 @@ class _Copies:
         """Return the weights that copies read one after the other; None if copies share some in another way."""
         following: dict[fx.Node, fx.Node] = {}
         for i in range(first, stop - period):
-            for one, other in zip(self.reads[i], self.reads[i + period], strict=True):
-                if one in self.inputs and following.setdefault(one, other) is not other:
+            for node, later in zip(self.reads[i], self.reads[i + period], strict=True):
+                if node in self.inputs and following.setdefault(node, later) is not later:
                     return None
-        following = {one: other for one, other in following.items() if one is not other}
+        following = {node: later for node, later in following.items() if node is not later}
         if len(set(following.values())) < len(following):
             return None
         chains = [[node] for node in following if node not in set(following.values())]
@@ -138,7 +138,7 @@ class _Copies:
         return chains if all(learned.issuperset(node.users) for node in buffers) else None
 
     def _call(self, node: fx.Node) -> Hashable:
-        """What a node calls, equal for equal calls; the nodes that it reads are appended to `reads`."""
+        """Return a key of a node's call, equal for equal calls; append the nodes that it reads to `reads`."""
         read: list[fx.Node] = []
         arguments = _facts((node.args, node.kwargs), read)
         self.reads.append(read)
@@ -151,18 +151,14 @@ class _ReadElsewhere(Exception):
 
 def _facts(value: Any, read: list[Any]) -> Hashable:
     """Return all of an argument but its nodes, which are appended to `read`."""
-    if isinstance(value, fx.Node):
-        read.append(value)
+
+    def key(leaf: Any) -> Hashable:
+        if not isinstance(leaf, fx.Node):
+            return type(leaf), id(leaf)
+        read.append(leaf)
         return fx.Node
-    if isinstance(value, PLAIN):
-        return type(value), repr(value)  # -0.0 == 0.0
-    if isinstance(value, (tuple, list)):
-        return type(value), *(_facts(item, read) for item in value)
-    if isinstance(value, Mapping):
-        return type(value), *((key, _facts(item, read)) for key, item in value.items())
-    if isinstance(value, slice):
-        return slice, *(_facts(item, read) for item in (value.start, value.stop, value.step))
-    return type(value), id(value)
+
+    return key_of(value, key)
 
 
 def _body(module: fx.GraphModule, node: fx.Node) -> Hashable:

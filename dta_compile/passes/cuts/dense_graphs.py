@@ -13,7 +13,7 @@ from torch import fx
 
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.cuts.row_epilogue import row_epilogue
-from dta_compile.passes.graphs.subgraph import Subgraph, graph_module
+from dta_compile.passes.graphs.subgraph import Subgraph
 from dta_compile.passes.lowering.lower import Draws, place_draws
 from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.program import Mixed, Program, ancestors, has_tensor
@@ -51,7 +51,7 @@ def dense_graphs(program: Program) -> None:
 
 
 def _of_whole_batch(program: Program, draws: Draws) -> Mixed | None:
-    """What the epilogue does once for all sequences, if anything."""
+    """Return why the epilogue is one for all sequences; None if nothing in it is."""
     if draws.epilogue:
         drawn = draws.epilogue[0]
         return Mixed(f"{drawn.target} draws random numbers for all sequences at once", drawn)
@@ -77,13 +77,12 @@ def graph_of(
 ) -> fx.GraphModule:
     """Build a graph from the call's inputs and `received` values to `outputs`, in which `draws` run: random operators
     and assertions."""
-    outputs, part = list(outputs), Subgraph()
-    part.add_inputs(program.placeholders)
-    part.add_inputs(received, "received_")
+    outputs, subgraph = list(outputs), Subgraph()
+    subgraph.add_inputs(program.placeholders)
+    subgraph.add_inputs(received, "received_")
     wanted = [*draws, *(node for node in outputs if isinstance(node, fx.Node))]
-    needed = ancestors(wanted, stop=part.copies.__contains__)
+    needed = ancestors(wanted, stop=subgraph.copies.__contains__)
     for node in program.graph.nodes:
-        if node in needed and node not in part.copies:
-            part.copied(node)
-    part.set_outputs(outputs)
-    return graph_module(program.module, part.graph)
+        if node in needed and node not in subgraph.copies:
+            subgraph.copied(node)
+    return subgraph.module(program.module, outputs)

@@ -24,19 +24,11 @@ from torch import fx
 
 from dta_compile.executable.executable import Condition, Use
 from dta_compile.executable.layouts import Layout
-from dta_compile.passes.axes.layouts import argument, is_tensor
+from dta_compile.passes.axes.layouts import is_tensor
 from dta_compile.passes.contracts import contract
+from dta_compile.passes.graphs.arguments import argument, where_of
 from dta_compile.passes.graphs.nodes import filled_with
-from dta_compile.passes.graphs.operators import (
-    FILLS,
-    MASKED_FILLS,
-    PRODUCTS,
-    QUOTIENTS,
-    SAME_ENTRIES,
-    SUMS,
-    ZERO_OF_ZERO,
-    aten,
-)
+from dta_compile.passes.graphs.operators import FILLS, PRODUCTS, QUOTIENTS, SAME_ENTRIES, SUMS, ZERO_OF_ZERO, aten
 from dta_compile.passes.program import FrontierValue, Program, Value, items_of
 
 Conditions = frozenset[Condition]  # a conjunction
@@ -124,14 +116,8 @@ def _nonzero(program: Program) -> dict[fx.Node, frozenset[Conditions]]:
 
 def _branches(program: Program, node: fx.Node) -> list[tuple[Any, Condition]]:
     """Return the operands of a selection, each with the condition under which it is taken; empty for other nodes."""
-    if node.target is aten.where.self:
-        mask, value, other = node.args
-    elif node.target in MASKED_FILLS:
-        other, mask, value = node.args
-    else:
-        return []
-    layout = _mask_layout(program, node, mask)
-    if layout is None:
+    mask, value, other = where_of(node) or (None, None, None)
+    if mask is None or (layout := _mask_layout(program, node, mask)) is None:
         return []
     return [(value, Condition(mask, layout, True)), (other, Condition(mask, layout, False))]
 
@@ -153,7 +139,7 @@ def _zero_if_zero(node: fx.Node) -> list[Any] | None:
     if node.target in ZERO_OF_ZERO:
         return [node.args[0]]
     if node.target in SUMS:
-        return list(node.args[:2]) if _is_finite(argument(node, 2, "alpha")) else None
+        return list(node.args[:2]) if _is_finite(argument(node, "alpha")) else None
     if node.target in PRODUCTS:
         first, second = node.args[:2]
         return [first] if _is_finite(second) else [second] if _is_finite(first) else None

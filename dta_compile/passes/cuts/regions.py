@@ -99,7 +99,7 @@ def _unflatten(program: Program, region: set[fx.Node]) -> None:
 
 
 def _dense_layer(program: Program, epilogue: list[fx.Node], weights: set[fx.Node]) -> str | None:
-    """The line of the first product of weights with mixed tokens after the last mixer: these run for every sequence.
+    """Return the line of the first product of weights with mixed tokens after the last mixer, run per sequence.
 
     Raises `RefusalError` if what mixes them is attention that was not recognised.
     """
@@ -109,7 +109,7 @@ def _dense_layer(program: Program, epilogue: list[fx.Node], weights: set[fx.Node
         is_layer = node.target in MATRIX_PRODUCTS and not weights.isdisjoint(node.all_input_nodes)
         if not is_layer or not any(_has_tokens(program, arg) for arg in node.all_input_nodes if arg not in weights):
             continue
-        for source in ancestors([node], stop=lambda one: one in program.region):
+        for source in ancestors([node], stop=program.region.__contains__):
             if "unrecognised" in source.meta:
                 raise source.meta["unrecognised"]
         return where(node)
@@ -117,21 +117,21 @@ def _dense_layer(program: Program, epilogue: list[fx.Node], weights: set[fx.Node
 
 
 def _has_tokens(program: Program, node: fx.Node) -> bool:
-    """Whether a value of mixed tokens has as many entries as there are tokens."""
+    """Return whether a value of mixed tokens has as many entries as there are tokens."""
     is_mixed = has_tensor(node) and isinstance(program.values.get(node), Mixed)
     symbols = program.tokens.free_symbols if program.tokens is not None else set()
     return is_mixed and any(symbols & size.free_symbols for size in sizes(node))
 
 
 def _refuse_dropout(program: Program, live: list[fx.Node]) -> None:
-    """Also after the last attention: a dropped hidden state or logit would differ between rollouts that share it."""
+    """Refuse dropout after the last attention, too: a dropped logit would differ between rollouts that share it."""
     for node in live:
         if node.target in DROPOUTS and isinstance(mixed := program.values[node], Mixed) and mixed.node is node:
             raise mixing_refusal(mixed)
 
 
 def _is_weight(program: Program, node: fx.Node) -> bool:
-    """Computed from parameters alone: without batch or token axis, and cheap to have in two regions."""
+    """Return whether a value is one of parameters alone: without batch or token axis, and cheap to have twice."""
     value = program.values.get(node)
     if isinstance(value, Layout):  # most are
         return not value.labelled and has_tensor(node)
@@ -139,7 +139,7 @@ def _is_weight(program: Program, node: fx.Node) -> bool:
 
 
 def _is_handed_over(program: Program, node: fx.Node) -> bool:
-    """Whether the epilogue takes a value's rows from the tree, and does not compute it anew from the parameters.
+    """Return whether the epilogue takes a value's rows from the tree, not computing it anew from parameters.
 
     What is the same for all sequences or for all tokens of one is cheap to have twice, and exists at padding, too.
     """
@@ -174,23 +174,23 @@ def _frontier_value(program: Program, node: fx.Node, is_cache: bool) -> Frontier
 
 
 def _refuse_absolute_strides(program: Program) -> None:
-    """`as_strided` in the epilogue counts entries of memory, so that only values without gaps have them in place."""
+    """Refuse `as_strided` in the epilogue of values with gaps: it counts entries of memory."""
     gaps = {value.node for value in program.frontier if not _is_dense(value)}
     for node in program.graph.nodes:
         if node.target is not aten.as_strided.default or node in program.region:
             continue
-        if found := gaps & ancestors([node], stop=lambda one: one in program.region):
+        if strided := gaps & ancestors([node], stop=program.region.__contains__):
             raise RefusalError(
                 "as_strided counts entries of memory, and this value has other memory than in eager mode",
                 where=where(node),
                 expected="as_strided of a value that fills its memory",
-                got=f"a part or repetition of one: {next(iter(found)).name}",
+                got=f"a part or repetition of one: {next(iter(strided)).name}",
                 hint="index or reshape the value instead, or call .contiguous() first",
             )
 
 
 def _is_dense(value: FrontierValue) -> bool:
-    """Whether a value's strides, as traced, are those that its memory order gives it, from the start of its memory."""
+    """Return whether a value's traced strides are those of its memory order, from the start of its memory."""
     traced, expected = value.node.meta["val"], sympy.Integer(1)
     for dim in reversed(value.memory_order):
         if expression(traced.stride(dim)) != expected:

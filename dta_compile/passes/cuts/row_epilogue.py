@@ -18,7 +18,7 @@ from dta_compile.executable.layouts import Axis, Layout
 from dta_compile.passes.axes.shape_rules import reshape_groups
 from dta_compile.passes.axes.token_axis import apply_rule, axis_of_size, is_labelled, layout_by_shape
 from dta_compile.passes.graphs.operators import TAKE_A_SHAPE, aten
-from dta_compile.passes.graphs.subgraph import Subgraph, graph_module
+from dta_compile.passes.graphs.subgraph import Subgraph
 from dta_compile.passes.program import Mixed, Program, Value, has_tensor
 from dta_compile.passes.symbols import sizes
 
@@ -35,20 +35,19 @@ def row_epilogue(program: Program, nodes: Sequence[fx.Node], received: Sequence[
     values = _layouts(program, nodes)
     if isinstance(values, Mixed):
         return values
-    part = Subgraph()
-    batch = part.graph.placeholder("batch")
-    part.add_inputs(program.placeholders)
-    part.add_inputs(received, "received_")
+    subgraph = Subgraph()
+    batch = subgraph.graph.placeholder("batch")
+    subgraph.add_inputs(program.placeholders)
+    subgraph.add_inputs(received, "received_")
     for node in nodes:
-        if node in part.copies:
+        if node in subgraph.copies:
             continue
-        copy = part.copied(node)
+        copy = subgraph.copied(node)
         if node.target in TAKE_A_SHAPE:
             _take_shape_of_row(copy, values[node], batch)
         elif not has_tensor(node) and _counts_rows(node, values):
-            part.copies[node] = part.graph.call_function(operator.mul, (copy, batch))
-    part.set_outputs(program.outputs)
-    return graph_module(program.module, part.graph)
+            subgraph.copies[node] = subgraph.graph.call_function(operator.mul, (copy, batch))
+    return subgraph.module(program.module, program.outputs)
 
 
 def _layouts(program: Program, nodes: Sequence[fx.Node]) -> dict[fx.Node, Value] | Mixed:

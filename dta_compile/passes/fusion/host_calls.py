@@ -8,7 +8,7 @@ is only as long as a row, and adding it takes a kernel of its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable
 from typing import Any
 
 import torch
@@ -106,7 +106,8 @@ def _group_additions(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.add_.Tensor):
         target, value = node.args
         if target.op == "placeholder" and not node.users and not node.kwargs and _is_small(target, value):
-            groups.setdefault(_kind(node.args), {}).setdefault(target, node)
+            kind = tuple((arg.meta["val"].dtype, arg.meta["val"].device) for arg in node.args)
+            groups.setdefault(kind, {}).setdefault(target, node)
     for group in groups.values():
         if len(group) > 1:
             with graph.inserting_before(output_node(graph)):
@@ -122,7 +123,3 @@ def _is_small(target: fx.Node, value: Any) -> bool:
         return False
     entries = target.meta["val"].numel()
     return isinstance(entries, int) and entries <= SMALL
-
-
-def _kind(nodes: Iterable[fx.Node]) -> Hashable:
-    return tuple((node.meta["val"].dtype, node.meta["val"].device) for node in nodes)

@@ -28,7 +28,7 @@ from dta_compile.passes.graphs.nodes import SizeNodes, is_item, is_pointwise, is
 from dta_compile.passes.graphs.operators import CONSTRUCTORS, KEEP_ORDER_IN_PLACE, ONE_PASS, REDUCTIONS
 from dta_compile.passes.graphs.storage import view_source
 from dta_compile.passes.graphs.subgraph import Subgraph, graph_module, missing
-from dta_compile.passes.program import ancestors, has_tensor, writes_in_place
+from dta_compile.passes.program import ancestors, has_tensor, tensors_of, writes_in_place
 from dta_compile.passes.symbols import expression, free_symbols
 from dta_compile.passes.value_bytes import ChunkSizes
 
@@ -225,10 +225,10 @@ def clusters(graph: fx.Graph) -> list[list[fx.Node]]:
     return [sorted(cluster, key=order.__getitem__) for cluster in _joined(paying, levels)]
 
 
-def _joined(found: list[list[fx.Node]], levels: dict[fx.Node, int]) -> Iterable[list[fx.Node]]:
+def _joined(apart: list[list[fx.Node]], levels: dict[fx.Node, int]) -> Iterable[list[fx.Node]]:
     """Merge clusters of one level that share one of their widest inputs."""
     joined: dict[tuple[int, fx.Node], list[fx.Node]] = {}
-    for cluster in found:
+    for cluster in apart:
         keys = [(levels[cluster[0]], source) for source in _widest_inputs(cluster)]
         others = {id(joined[key]): joined[key] for key in keys if key in joined}.values()
         members = [*itertools.chain.from_iterable(others), *cluster]
@@ -240,8 +240,8 @@ def _joined(found: list[list[fx.Node]], levels: dict[fx.Node, int]) -> Iterable[
 def _widest_inputs(cluster: list[fx.Node]) -> list[fx.Node]:
     """Return the inputs of a cluster with the most entries per token or head row."""
     members, widths = set(cluster), dict[fx.Node, int]()
-    for source in dict.fromkeys(source for node in cluster for source in sources(node)):
-        sizes = [expression(tensor.numel()) for tensor in _tensors(source)] if source not in members else []
+    for source in dict.fromkeys(source for node in cluster for source in sources(node) if source not in members):
+        sizes = [expression(tensor.numel()) for tensor in tensors_of(source.meta.get("val"))]
         widths[source] = sum(int(size.subs(dict.fromkeys(size.free_symbols, 1))) for size in sizes if size.free_symbols)
     return [source for source, width in widths.items() if width == max(widths.values()) > 0] or cluster[:1]
 
@@ -285,14 +285,9 @@ def _is_fusible(node: fx.Node) -> bool:
     known = is_pointwise(node) or node.target in ONE_PASS or node.target in REDUCTIONS
     if not known or is_view(node) or not _has_known_sizes(node):
         return False
-    tensors = [*_tensors(node), *(tensor for arg in node.all_input_nodes for tensor in _tensors(arg))]
+    tensors = tensors_of([value.meta.get("val") for value in (node, *node.all_input_nodes)])
     same_device = len({tensor.device for tensor in tensors}) == 1
     return same_device and not any(tensor.is_complex() or tensor.is_sparse for tensor in tensors)
-
-
-def _tensors(node: fx.Node) -> Iterable[torch.Tensor]:
-    value = node.meta.get("val")
-    return [item for item in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(item, torch.Tensor)]
 
 
 def _has_known_sizes(node: fx.Node) -> bool:

@@ -27,7 +27,7 @@ from dta_compile.passes.gradients.stage_traces import StageTrace, has_running_st
 from dta_compile.passes.graphs.nodes import call, is_item, is_pointwise
 from dta_compile.passes.graphs.operators import LOOKUPS, ONE_PASS, ROW_REDUCTIONS
 from dta_compile.passes.graphs.storage import owner, view_source
-from dta_compile.passes.graphs.subgraph import Subgraph, graph_module, missing, source_side
+from dta_compile.passes.graphs.subgraph import Subgraph, missing, source_side
 from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.value_bytes import ChunkSizes
 
@@ -122,15 +122,14 @@ def forward_graph(trace: StageTrace, sizes: ChunkSizes, outputs: Iterable[fx.Nod
         # A layer whose result is not needed still writes its states, for later chunks.
         if node not in computed:
             computed |= ancestors([node] if has_running_state(node) else list(states_of(node)))
-    part = _OnPath(sizes)
-    part.add_inputs(trace.primals)
+    subgraph = _OnPath(sizes)
+    subgraph.add_inputs(trace.primals)
     for node in trace.module.graph.nodes:
         if node not in computed and mixer_of_chunk(node.target):
-            part.call("write", node.args[0], *states_of(node))
-        elif node in computed and node not in part.copies:
-            part.copied(node)
-    part.set_outputs(outputs)
-    return graph_module(trace.module, part.graph)
+            subgraph.call("write", node.args[0], *states_of(node))
+        elif node in computed and node not in subgraph.copies:
+            subgraph.copied(node)
+    return subgraph.module(trace.module, outputs)
 
 
 def backward_graph(trace: StageTrace, sizes: ChunkSizes, saved: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[int]]:
@@ -143,17 +142,16 @@ def backward_graph(trace: StageTrace, sizes: ChunkSizes, saved: Sequence[fx.Node
     computed = ancestors(trace.backward_results, stop=boundary.__contains__)
     needed = computed.union(trace.states)
     inputs = [i for i, node in enumerate(trace.primals) if node in needed]
-    part = _OnPath(sizes)
-    part.add_inputs(trace.primals[i] for i in inputs)
-    part.add_inputs(saved, "saved_")
-    part.add_inputs(tangents)
+    subgraph = _OnPath(sizes)
+    subgraph.add_inputs(trace.primals[i] for i in inputs)
+    subgraph.add_inputs(saved, "saved_")
+    subgraph.add_inputs(tangents)
     gradients = [node for node in trace.gradients if node is not None]
     in_turn = trace.depending_on(tangents) & computed
     for node in [*_in_order(trace, in_turn), *gradients]:
-        for required in missing(node, part.copies):
-            part.copied(required)
-    part.set_outputs(gradients)
-    return graph_module(trace.module, part.graph), inputs
+        for required in missing(node, subgraph.copies):
+            subgraph.copied(required)
+    return subgraph.module(trace.module, gradients), inputs
 
 
 TOUCHED_PER_SAVED = 8

@@ -53,13 +53,12 @@ def _keeps_its_result(user: fx.Node, node: fx.Node, value: torch.Tensor) -> bool
 
 
 def _same(node: fx.Node) -> fx.Node | None:
-    """`x.detach()` is x: the graph is not differentiated again. So are the alias of autograd since torch 2.14, and
-    `SAME_ON_RANKS`, whose derivative has been traced already."""
+    """Replace `x.detach()`, autograd's alias since torch 2.14, and `SAME_ON_RANKS` by x: derivatives are traced."""
     return node.args[0] if node.target in ALIASES or node.target is SAME_ON_RANKS else None
 
 
 def _first_power(node: fx.Node) -> fx.Node | None:
-    """`x.pow(1.0)` is x."""
+    """Replace `x.pow(1.0)` by x."""
     if node.target is not aten.pow.Tensor_Scalar or node.args[1] != 1:
         return None
     return node.args[0] if node.args[0].meta["val"].dtype == node.meta["val"].dtype else None
@@ -72,7 +71,7 @@ def _transposed_twice(node: fx.Node) -> fx.Node | None:
 
 
 def _scaled_after_expand(node: fx.Node) -> fx.Node | None:
-    """`s.expand(...) / n` is `(s / n).expand(...)`."""
+    """Replace `s.expand(...) / n` by `(s / n).expand(...)`."""
     if node.target not in SCALINGS or node.args[0].target is not aten.expand.default:
         return None
     small, *shape = node.args[0].args
@@ -80,7 +79,7 @@ def _scaled_after_expand(node: fx.Node) -> fx.Node | None:
 
 
 def _doubling_moved(node: fx.Node) -> fx.Node | None:
-    """`s.expand(...) * (2.0 * x)` is `(2.0 * s).expand(...) * x`: scaling by a power of two does not round."""
+    """Replace `s.expand(...) * (2.0 * x)` by `(2.0 * s).expand(...) * x`: powers of two do not round."""
     if node.target is not aten.mul.Tensor or not all(isinstance(arg, fx.Node) for arg in node.args):
         return None
     expanded, doubled = node.args
@@ -99,7 +98,7 @@ def _is_doubling(node: fx.Node) -> bool:
 
 
 def _parts_joined(node: fx.Node) -> fx.Node | None:
-    """The sum of two parts of a dimension, each padded with zeros to all of it, is their concatenation."""
+    """Replace the sum of two parts of a dimension, padded with zeros to all of it, by their concatenation."""
     if node.target is not aten.add.Tensor or node.kwargs or not all(_is_padded(arg) for arg in node.args):
         return None
     first, second = sorted(node.args, key=_start)
@@ -123,7 +122,7 @@ def _start(padded: fx.Node) -> int:
 
 
 def _sparse_log_softmax_gradient(node: fx.Node) -> fx.Node | None:
-    """The gradient of a gathered log-softmax is `G - exp(y) * sum(G)`; only a few entries of G are not zero.
+    """Scatter the gradient of a gathered log-softmax, `G - exp(y) * sum(G)`: few entries of G are not zero.
 
     Scattering the entries onto `exp(y) * -sum(entries)` saves two values of the vocabulary's size.
     """

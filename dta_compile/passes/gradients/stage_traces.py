@@ -25,7 +25,7 @@ from dta_compile.ops.mixer import mixer_of_backward, mixer_of_chunk
 from dta_compile.passes.gradients.simplify import simplify
 from dta_compile.passes.graphs.nodes import descendants, is_item, sizes_from_inputs
 from dta_compile.passes.graphs.storage import write_to_new_values
-from dta_compile.passes.graphs.subgraph import Subgraph, graph_module, missing
+from dta_compile.passes.graphs.subgraph import Subgraph, missing
 from dta_compile.passes.program import ancestors, output_node, where_now
 from dta_compile.torch_compat.tracing import make_fx
 
@@ -54,22 +54,22 @@ class StageTrace:
 
     @property
     def mixing(self) -> list[fx.Node]:
-        """The mixer operators, one per layer."""
+        """Return the mixer operators, one per layer."""
         return [node for node in self.module.graph.nodes if mixer_of_chunk(node.target)]
 
     @property
     def states(self) -> list[fx.Node]:
-        """The states of all layers, which go on the path: keys and values, for attention."""
+        """Return the states of all layers, which go on the path: keys and values, for attention."""
         return list(dict.fromkeys(state for node in self.mixing for state in states_of(node)))
 
     @property
     def mixing_at_once(self) -> list[fx.Node]:
-        """The mixer operators without a running state, whose results may be kept: attention."""
+        """Return the mixer operators without a running state, whose results may be kept: attention."""
         return [node for node in self.mixing if not has_running_state(node)]
 
     @property
     def backward_results(self) -> list[fx.Node]:
-        """The gradients, and the mixers' backward operators, which add state gradients to the path."""
+        """Return the gradients, and the mixers' backward operators, which add state gradients to the path."""
         leaving = [node for node in self.module.graph.nodes if mixer_of_backward(node.target)]
         return [*(gradient for gradient in self.gradients if gradient is not None), *leaving]
 
@@ -266,17 +266,16 @@ class Segment:
 
     @functools.cached_property
     def layers(self) -> list[int]:
-        """The indices of its mixer layers, in order."""
+        """Return the indices of its mixer layers, in order."""
         return [int(node.args[0]) for node in self.nodes if mixer_of_chunk(node.target)]
 
     def module(self, root: fx.GraphModule) -> fx.GraphModule:
         """Return the segment as a module."""
-        part = Subgraph()
-        part.add_inputs(self.inputs)
+        subgraph = Subgraph()
+        subgraph.add_inputs(self.inputs)
         for node in self.nodes:
-            part.copied(node)
-        part.set_outputs(self.outputs)
-        return graph_module(root, part.graph)
+            subgraph.copied(node)
+        return subgraph.module(root, self.outputs)
 
     def signature(self) -> Hashable:
         """Return a key that is equal for segments that compute the same, up to the indices of their layers."""

@@ -8,7 +8,6 @@ backward, so that any number of copies may stand between the two.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from torch import fx
@@ -79,7 +78,8 @@ class Unrolled:
             for number in range(self.first, stop):
                 segment, trace = self.traced[number]
                 moved = dict(zip(segment.inputs, self.traced[number + self.count][0].inputs, strict=True))
-                yield self._placed(segment, trace, copy, self._read_in(copy, moved), functools.partial(_in_copy, copy))
+                read, write = self._read_in(copy, moved), lambda node, copy=copy: (node, copy)
+                yield self._placed(segment, trace, copy, read, write)
         for segment, trace in self.traced[stop:]:
             yield self._placed(segment, trace, self.times, self._at_end, lambda node: node)
 
@@ -101,7 +101,7 @@ class Unrolled:
         return PlacedStage(trace, layers, tuple(map(value, segment.inputs)), tuple(map(write, segment.outputs)))
 
     def _read_in(self, copy: int, moved: dict[fx.Node, fx.Node]) -> Callable[[fx.Node], Value]:
-        """What a copy reads: own results, those of the copy before it (of the first: as traced), or what all read."""
+        """Return what a copy reads: own results, those of the copy before it (the first: as traced), or shared ones."""
 
         def value(node: fx.Node) -> Value:
             stage, _ = self.written.get(node, (-1, 0))
@@ -112,7 +112,7 @@ class Unrolled:
         return value
 
     def _at_end(self, node: fx.Node) -> Value:
-        """What stages behind the copies read."""
+        """Return the value that stages behind the copies read."""
         if node in self.weights:
             return self.weights[node]
         stage, _ = self.written.get(node, (-1, 0))
@@ -149,20 +149,16 @@ class Unrolled:
         return is_next
 
     def _are_mixers_equal(self, layers: Sequence[MixerLayer]) -> bool:
-        """Whether those of the next copy equal those of this one, and come right after them."""
+        """Return whether the mixers of the next copy equal those of this one, and come right after them."""
         start, stop, number = self.mixers.start, self.mixers.stop, len(self.mixers)
-        found = [layer for stage, _ in self.traced[self.first : self.first + 2 * self.count] for layer in stage.layers]
+        both = [layer for stage, _ in self.traced[self.first : self.first + 2 * self.count] for layer in stage.layers]
         after = [layer.chooser for layer in layers[stop:] if isinstance(layer, AttentionLayer)]
         return (
             number > 0
-            and sorted(found) == list(range(start, stop + number))
+            and sorted(both) == list(range(start, stop + number))
             and all(chooser is None or chooser >= start for chooser in after)
             and all(moved(one, number) == other for one, other in zip(layers[start:stop], layers[stop:], strict=False))
         )
-
-
-def _in_copy(copy: int, node: fx.Node) -> Value:
-    return node, copy
 
 
 def moved(layer: MixerLayer, by: int) -> MixerLayer:

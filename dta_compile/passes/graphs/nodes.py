@@ -99,6 +99,12 @@ def raised(value: fx.Node, count: int, dim: int = 0) -> fx.Node:
     return value
 
 
+def column(value: fx.Node, number: float, dim: int = -1) -> fx.Node:
+    """Insert a value like one entry of another along a dimension, filled with a number."""
+    first = call(value.graph, aten.slice.Tensor, value, dim, 0, 1)
+    return call(value.graph, aten.full_like.default, first, number)
+
+
 def regrouped(value: fx.Node, shape: list[Any], dims: int = 1) -> fx.Node:
     """Reshape the first dimensions of a value to `shape`; the sizes of the others are numbers."""
     rest = [int(size) for size in value.meta["val"].shape[dims:]]

@@ -96,7 +96,8 @@ CONSTRUCTORS = RANGES | (FILLS - FULL_VARIANTS)
 
 # ---- Arithmetic
 
-SUMS = frozenset({aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar})
+DIFFERENCES = frozenset({aten.sub.Tensor, aten.sub.Scalar})
+SUMS = DIFFERENCES | {aten.add.Tensor, aten.add.Scalar}
 PRODUCTS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 QUOTIENTS = frozenset({aten.div.Tensor, aten.div.Scalar})
 # Products and quotients with a number; sums, products and quotients of two tensors.
@@ -179,17 +180,13 @@ INDEX_ENTRIES = frozenset({aten.put, aten.take})
 
 # By operator, the variant that writes its result over the first argument.
 IN_PLACE_VARIANTS = {
-    aten.add.Tensor: aten.add_.Tensor,
-    aten.add.Scalar: aten.add_.Scalar,
-    aten.sub.Tensor: aten.sub_.Tensor,
-    aten.mul.Tensor: aten.mul_.Tensor,
-    aten.mul.Scalar: aten.mul_.Scalar,
-    aten.div.Tensor: aten.div_.Tensor,
-    aten.div.Scalar: aten.div_.Scalar,
-    aten.exp.default: aten.exp_.default,
-    aten.neg.default: aten.neg_.default,
-    aten.scatter_add.default: aten.scatter_add_.default,
-    aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
+    getattr(getattr(aten, name), overload): getattr(getattr(aten, f"{name}_"), overload)
+    for overload, names in {
+        "Tensor": ("add", "sub", "mul", "div"),
+        "Scalar": ("add", "mul", "div", "masked_fill"),
+        "default": ("exp", "neg", "scatter_add"),
+    }.items()
+    for name in names
 }
 FUNCTIONAL_VARIANTS = {variant: operator for operator, variant in IN_PLACE_VARIANTS.items()}
 

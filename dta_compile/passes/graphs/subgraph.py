@@ -41,9 +41,10 @@ class Subgraph:
         """Return the argument that replaces a node in copies of its users."""
         return self.copies[node]
 
-    def set_outputs(self, values: Iterable[Any]) -> None:
-        """Add an output node: the copies of nodes, and other values unchanged."""
-        self.graph.output(tuple(self.copies[value] if isinstance(value, fx.Node) else value for value in values))
+    def module(self, root: torch.nn.Module, outputs: Iterable[Any]) -> fx.GraphModule:
+        """Return the graph as a module that returns the copies of nodes, and other values unchanged."""
+        self.graph.output(tuple(self.copies[value] if isinstance(value, fx.Node) else value for value in outputs))
+        return graph_module(root, self.graph)
 
 
 def add_call(

@@ -198,8 +198,8 @@ def _stages(program: Program) -> Iterator[object]:
             if inputs + outputs != handed + len(kind.gradients):  # `accumulate` turns outputs into inputs
                 yield f"backward: {inputs} inputs and {outputs} outputs for {handed} and {len(kind.gradients)}"
         for name, signature in expected.items():
-            if (found := signature_of(getattr(kind, name))) != signature:
-                yield f"{name}: {found} inputs and outputs for {signature}"
+            if (actual := signature_of(getattr(kind, name))) != signature:
+                yield f"{name}: {actual} inputs and outputs for {signature}"
     if missing := set(stages.outputs) - known:
         yield f"nothing writes slots {missing}"
 
@@ -239,8 +239,5 @@ def _written(node: fx.Node) -> list[fx.Node]:
         return []
     pairs = zip(node.args, node.target._schema.arguments, strict=False)
     written = (arg for arg, formal in pairs if formal.alias_info is not None and formal.alias_info.is_write)
-    return [arg for arg in written if isinstance(arg, fx.Node) and not _is_accumulator(owner(arg))]
-
-
-def _is_accumulator(node: fx.Node) -> bool:
-    return node.op == "placeholder" and "memory" not in node.meta
+    owners = ((arg, owner(arg)) for arg in written if isinstance(arg, fx.Node))
+    return [arg for arg, node in owners if node.op != "placeholder" or "memory" in node.meta]

@@ -18,6 +18,7 @@ from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_CALL, Masking
 from dta_compile.ops.dtypes import autocast
 from dta_compile.ops.scoring import Scoring
+from dta_compile.passes.graphs.arguments import argument
 from dta_compile.passes.graphs.nodes import filled_with, full_for, replace_nodes
 from dta_compile.passes.graphs.operators import FULL_VARIANTS, UNINITIALIZED, aten
 from dta_compile.passes.lowering.attention.dimensions import dropout_refusal
@@ -139,8 +140,7 @@ def spell_out_constructors(graph: fx.Graph) -> None:
     def spelled_out(node: fx.Node) -> fx.Node | None:
         if node.target not in FULL_VARIANTS:
             return None
-        size = node.args[1 if node.target._schema.arguments[0].name == "self" else 0]
-        return full_for(node, size, 0 if node.target in UNINITIALIZED else filled_with(node))
+        return full_for(node, argument(node, "size"), 0 if node.target in UNINITIALIZED else filled_with(node))
 
     replace_nodes(graph, spelled_out)
 

@@ -18,7 +18,7 @@ from torch import fx
 from dta_compile.codegen.worker import reason
 from dta_compile.errors import DTAError, FinalRefusal, RefusalError
 from dta_compile.executable.as_captured import TAG_ACTIVATION_CHECKPOINT
-from dta_compile.passes.program import name_of, where
+from dta_compile.passes.program import name_of, tensors_of, where
 from dta_compile.passes.symbols import SYMBOLIC, reads_number
 from dta_compile.passes.tracing import attribute_set
 from dta_compile.torch_compat import autograd
@@ -30,12 +30,7 @@ from dta_compile.torch_compat.autograd import (
     pop_dynamic_layer_stack_and_undo_to_depth,
     sync,
 )
-from dta_compile.torch_compat.tensors import (
-    FunctionalTensor,
-    enable_python_dispatcher,
-    mb_unwrap_functional_tensor,
-    pytree,
-)
+from dta_compile.torch_compat.tensors import FunctionalTensor, enable_python_dispatcher, mb_unwrap_functional_tensor
 
 # Torch's own functions, operators and methods by name whose floating-point results are all tracked by autograd if an
 # argument is. None of them writes to an argument, detaches, or changes the gradient mode.
@@ -297,7 +292,7 @@ def was_written(value: Any) -> bool:
 
 def tensors(values: Any) -> list[torch.Tensor]:
     """Return the tensors in a result; for a slice of `torch.func.vmap`, the tensor that it maps over."""
-    return [whole(value) for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
+    return list(map(whole, tensors_of(values)))
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:

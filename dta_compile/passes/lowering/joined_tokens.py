@@ -23,7 +23,8 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
+from dta_compile.passes.axes.layouts import batch_and_tokens, mixer_calls
+from dta_compile.passes.graphs.arguments import dim_of, slice_of
 from dta_compile.passes.graphs.nodes import SizeNodes, call, descendants, erase_unused, is_pointwise
 from dta_compile.passes.graphs.operators import CASTS, COPIES, MATRIX_PRODUCTS, RESHAPES, TAKE_A_SHAPE, aten
 from dta_compile.passes.lowering.attention.distances import positions
@@ -49,8 +50,7 @@ def join_tokens(graph: fx.Graph, parameters: Collection[fx.Node]) -> None:
     for node in [*graph.find_nodes(op="call_function", target=aten.cat.default)]:
         if node not in before or node not in with_gradient:
             continue
-        dim = (argument(node, 1, "dim") or 0) % node.meta["val"].dim()
-        if sizes(node)[dim] != tokens or dim != 1:
+        if dim_of(node) != 1 or sizes(node)[1] != tokens:
             continue
         with graph.inserting_before(node), node.meta["val"].fake_mode:
             last = node.prev
@@ -155,8 +155,7 @@ def _parts(node: fx.Node) -> list[fx.Node]:
     """Return the values that are put together along dimension 1, also by several calls."""
     parts = []
     for part in node.args[0]:
-        is_joined = part.target is aten.cat.default and (argument(part, 1, "dim") or 0) % part.meta["val"].dim() == 1
-        parts += _parts(part) if is_joined else [part]
+        parts += _parts(part) if part.target is aten.cat.default and dim_of(part) == 1 else [part]
     return parts
 
 
@@ -215,8 +214,6 @@ class _Widened:
 
     def _is_this_part(self, node: fx.Node) -> bool:
         """Return whether a slice `x[:, start:]` of all tokens has those of this part, at the same places."""
-        if node.target is not aten.slice.Tensor:
-            return False
-        of_all = sizes(node.args[0])
-        is_along = (argument(node, 1, "dim") or 0) % len(of_all) == 1 and of_all[1] == self.joined.tokens
-        return is_along and expression(value_of(argument(node, 2, "start") or 0)) == self.start
+        part = slice_of(node)
+        is_along = part is not None and part.dim == 1 and sizes(part.source)[1] == self.joined.tokens
+        return is_along and part is not None and expression(value_of(part.start)) == self.start

@@ -24,8 +24,9 @@ from dta_compile.ops.attention import ATTENTION_CALL, ATTENTION_MIXER, Masking
 from dta_compile.ops.experts.operators import EXPERT_LINEAR, EXPERT_SUM
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.ops.scoring import UNSCALED, Scoring
-from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
-from dta_compile.passes.graphs.nodes import SizeNodes, call, descendants, erase_unused, is_pointwise
+from dta_compile.passes.axes.layouts import batch_and_tokens, mixer_calls
+from dta_compile.passes.graphs.arguments import Slice, dim_of, slice_of
+from dta_compile.passes.graphs.nodes import SizeNodes, call, column, descendants, erase_unused, is_pointwise
 from dta_compile.passes.graphs.operators import (
     CASTS,
     COPIES,
@@ -39,9 +40,8 @@ from dta_compile.passes.graphs.operators import (
 )
 from dta_compile.passes.lowering.attention.distances import positions
 from dta_compile.passes.lowering.shifts import shifted
-from dta_compile.passes.program import ancestors, has_tensor
+from dta_compile.passes.program import ancestors, has_tensor, tensors_of
 from dta_compile.passes.symbols import expression, sizes
-from dta_compile.torch_compat.tensors import tree_leaves
 
 # Operators whose arguments name no token by its number.
 COPIED = (
@@ -92,8 +92,7 @@ def resized(
 
 def all_sizes(node: fx.Node) -> list[sympy.Expr]:
     """Return the sizes of all results of a call."""
-    results = [value for value in tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
-    return [expression(size) for value in results for size in value.shape]
+    return [expression(size) for value in tensors_of(node.meta["val"]) for size in value.shape]
 
 
 def pair_next_tokens(graph: fx.Graph, parameters: Collection[fx.Node]) -> None:
@@ -133,7 +132,8 @@ class _Pairs:
 
     def is_shift(self, node: fx.Node) -> bool:
         """Return whether a node is `x[:, :-1]` for all tokens `x`."""
-        return self._cut(node) is not None and not argument(node, 2, "start")
+        cut = self._cut(node)
+        return cut is not None and cut.start == 0
 
     def add(self, node: fx.Node) -> None:
         """Add the replacement of a node, if it has one; raises `CannotResize`."""
@@ -147,14 +147,14 @@ class _Pairs:
 
     def _replacement(self, node: fx.Node) -> fx.Node | None:
         is_learned = node in self.with_gradient
-        if (dim := self._cut(node)) is not None:
-            if argument(node, 2, "start") == 1:
-                return node.args[0]
-            if not self.is_shift(node):
+        if (cut := self._cut(node)) is not None:
+            if cut.start == 1:
+                return cut.source
+            if cut.start != 0:
                 raise CannotResize
             if is_learned:
-                return shifted(node.args[0], dim, self.batch, self.tokens)
-            return self._joined(call(self.graph, aten.slice.Tensor, node.args[0], dim, 0, 1), node, dim)
+                return shifted(cut.source, cut.dim, self.batch, self.tokens)
+            return self._joined(call(self.graph, aten.slice.Tensor, cut.source, cut.dim, 0, 1), node, cut.dim)
         read = [arg for arg in node.all_input_nodes if arg in self.whole]
         if not is_learned:
             value = node
@@ -170,18 +170,16 @@ class _Pairs:
             raise CannotResize
         return resized(self.graph, node, self.whole, self.sizes, (self.tokens, self.tokens + 1))
 
-    def _cut(self, node: fx.Node) -> int | None:
-        """Return the dimension that a slice cuts from all tokens to all but one; None for other nodes."""
-        if node.target is not aten.slice.Tensor:
+    def _cut(self, node: fx.Node) -> Slice | None:
+        """Return the slice that cuts all tokens to all but one; None for other nodes."""
+        if (part := slice_of(node)) is None:
             return None
-        dim = (argument(node, 1, "dim") or 0) % len(sizes(node))
-        before, after = sizes(node.args[0])[dim], sizes(node)[dim]
-        return dim if (before, after) == (self.tokens, self.tokens - 1) else None
+        before, after = sizes(part.source)[part.dim], sizes(node)[part.dim]
+        return part if (before, after) == (self.tokens, self.tokens - 1) else None
 
     def _is_of_features(self, node: fx.Node) -> bool:
         """Return whether a slice or `select` takes a part of a dimension that does not count tokens."""
-        shape = sizes(node.args[0])
-        return not shape[(argument(node, 1, "dim") or 0) % len(shape)].free_symbols
+        return not sizes(node.args[0])[dim_of(node)].free_symbols
 
     def _joined(self, first: fx.Node, rest: fx.Node, dim: int) -> fx.Node:
         return call(self.graph, aten.cat.default, [first, rest], dim)
@@ -192,15 +190,14 @@ class _Pairs:
         if masking is None or masking != Masking.causal(Scoring(masking.scoring.scale)):
             raise CannotResize
         query, key, value = (self.whole.get(arg, arg) for arg in node.args[:3])
-        one = call(self.graph, aten.full_like.default, call(self.graph, aten.slice.Tensor, query, 3, 0, 1), 1.0)
         like = key.meta["val"]
         index = positions(self.graph, self.sizes.build(self.tokens), like)
         is_first = call(self.graph, aten.unsqueeze.default, call(self.graph, aten.eq.Scalar, index, 0), 1)
-        none = call(self.graph, aten.full_like.default, call(self.graph, aten.slice.Tensor, key, 3, 0, 1), 0.0)
+        none = column(key, 0.0)
         never = call(self.graph, aten.full_like.default, none, torch.finfo(like.dtype).min / 4)
         bias = call(self.graph, aten.where.self, is_first, never, none)
-        query = call(self.graph, aten.mul.Tensor, query, masking.scoring.scale)
-        query, key = (call(self.graph, aten.cat.default, pair, 3) for pair in ([query, one], [key, bias]))
+        pairs = [call(self.graph, aten.mul.Tensor, query, masking.scoring.scale), column(query, 1.0)], [key, bias]
+        query, key = (call(self.graph, aten.cat.default, pair, 3) for pair in pairs)
         return call(self.graph, ATTENTION_CALL, query, key, value, *Masking.causal(UNSCALED).arguments)
 
     def replace(self) -> None:

@@ -72,13 +72,13 @@ class OneLength:
         return isinstance(size, torch.SymInt) and expression(size) == self.number
 
     def _input(self, value: Any, counting: set[sympy.Expr]) -> Any:
-        def size(one: Any) -> Any:
-            return self.size if self._was_symbolic(one) and one.node._expr in counting else one
+        def size(own: Any) -> Any:
+            return self.size if self._was_symbolic(own) and own.node._expr in counting else own
 
         if not isinstance(value, torch.Tensor):
             return size(value)
         shape = tuple(map(size, value.shape))
-        if all(one is other for one, other in zip(shape, value.shape, strict=True)):
+        if all(new is old for new, old in zip(shape, value.shape, strict=True)):
             return value
         with value.fake_mode:  # type: ignore[attr-defined]
             tensor = torch.empty_strided(shape, _strides(value, shape), dtype=value.dtype, device=value.device)
@@ -105,8 +105,8 @@ class OneLength:
             return self._with_mask(args, kwargs)
         elif name in JOINS or _is_pointwise(name):
             return self._aligned(args, kwargs)
-        elif is_arithmetic and any(isinstance(one, torch.SymInt) for one in args):
-            args = tuple(self.size if type(one) is int and one == self.number else one for one in args)  # B * 12
+        elif is_arithmetic and any(isinstance(arg, torch.SymInt) for arg in args):
+            args = tuple(self.size if type(arg) is int and arg == self.number else arg for arg in args)  # B * 12
         return args, kwargs
 
     def _numbers(self, arguments: Any, everywhere: bool = False) -> Any:
@@ -115,21 +115,21 @@ class OneLength:
         `everywhere`: replace all of them, for a function that makes a tensor, which may be written to entry by entry.
         """
 
-        def number(one: torch.SymInt) -> Any:
-            offset = expression(one) - self.symbol
+        def number(size: torch.SymInt) -> Any:
+            offset = expression(size) - self.symbol
             is_near = offset.is_Integer and (everywhere or 2 * offset < -self.number)
-            return hint(one) if is_near else one
+            return hint(size) if is_near else size
 
         return pytree.tree_map_only(torch.SymInt, number, arguments)
 
     def _reshaped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         numel = sympy.Mul(*map(expression, args[0].shape))
         entries, structure = pytree.tree_flatten((args[1:], kwargs))
-        if not all(isinstance(one, (int, torch.SymInt)) for one in entries):
+        if not all(isinstance(entry, (int, torch.SymInt)) for entry in entries):
             return args, kwargs  # a view as another dtype
         if self.symbol not in numel.free_symbols:
             return pytree.tree_map_only(
-                torch.SymInt, lambda one: hint(one) if self._counts(one) else one, (args, kwargs)
+                torch.SymInt, lambda size: hint(size) if self._counts(size) else size, (args, kwargs)
             )
         shape, kwargs = pytree.tree_unflatten(self._shape(args[0].shape, numel, entries), structure)
         return (args[0], *shape), kwargs
@@ -137,11 +137,13 @@ class OneLength:
     def _shape(self, old: Sequence[Any], numel: sympy.Expr, entries: list[Any]) -> list[Any]:
         """Return a shape of `numel` entries, with multiples of `size` for some of its numbers."""
         starts = {sympy.Mul(*map(expression, old[:dim])) for dim in range(len(old))}
-        multiples = [i for i, one in enumerate(entries) if type(one) is int and one > 0 and one % self.number == 0]
+        multiples = [
+            i for i, entry in enumerate(entries) if type(entry) is int and entry > 0 and entry % self.number == 0
+        ]
         best, most = entries, -1
         for count in range(min(len(multiples), MOST_CHOICES) + 1):
             for chosen in itertools.combinations(multiples, count):
-                shape = [one // self.number * self.size if i in chosen else one for i, one in enumerate(entries)]
+                shape = [n // self.number * self.size if i in chosen else n for i, n in enumerate(entries)]
                 sizes = _with_rest(list(map(expression, shape)), numel)
                 if sizes is not None:
                     # Prefer axes that start where an old one does, as the second in [B, S, D] to [B, S, H, -1].
@@ -176,7 +178,7 @@ class OneLength:
     def _takes_all(self, item: Any) -> bool:
         if not isinstance(item, slice):
             return False
-        start, stop = (0 if one is None else expression(one) for one in (item.start, item.stop))
+        start, stop = (0 if bound is None else expression(bound) for bound in (item.start, item.stop))
         return (start, stop) in ((0, self.symbol), (-self.symbol, 0))
 
     def _indexed(self, value: torch.Tensor, index: Any) -> Any:

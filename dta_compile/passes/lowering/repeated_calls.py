@@ -97,18 +97,13 @@ class _Arguments:
 
     def facts(self, value: Any) -> Hashable:
         """Return all that operators may depend on of an argument, as part of a key."""
+        return key_of(value, self._key)
+
+    def _key(self, value: Any) -> Hashable:
         if isinstance(value, torch.Tensor):
             return self._of_tensor(value)
         if isinstance(value, SYMBOLIC):
             return type(value), value.node.expr
-        if isinstance(value, PLAIN):
-            return type(value), repr(value)  # -0.0 == 0.0
-        if isinstance(value, (tuple, list)):
-            return type(value), *map(self.facts, value)
-        if isinstance(value, Mapping):
-            return type(value), *((key, self.facts(item)) for key, item in value.items())
-        if isinstance(value, slice):
-            return slice, *map(self.facts, (value.start, value.stop, value.step))
         raise _NotForCopies
 
     def _of_tensor(self, value: torch.Tensor) -> Hashable:
@@ -120,6 +115,19 @@ class _Arguments:
             self.nodes.append(node)
             self.tensors.append(value)
         return self.nodes.index(node), facts_of(value)
+
+
+def key_of(value: Any, key: Callable[[Any], Hashable]) -> Hashable:
+    """Return a key that is equal for equal arguments; `key` gives that of leaves which are not `PLAIN`."""
+    if isinstance(value, PLAIN):
+        return type(value), repr(value)  # -0.0 == 0.0
+    if isinstance(value, (tuple, list)):
+        return type(value), *(key_of(item, key) for item in value)
+    if isinstance(value, Mapping):
+        return type(value), *((name, key_of(item, key)) for name, item in value.items())
+    if isinstance(value, slice):
+        return slice, *(key_of(bound, key) for bound in (value.start, value.stop, value.step))
+    return key(value)
 
 
 def facts_of(value: torch.Tensor) -> Hashable:

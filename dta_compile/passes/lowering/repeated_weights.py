@@ -11,24 +11,24 @@ from __future__ import annotations
 
 from torch import fx
 
-from dta_compile.passes.graphs.nodes import call, copy_stack_trace, erase_unused
+from dta_compile.passes.graphs.nodes import call
 from dta_compile.passes.graphs.operators import aten
-from dta_compile.passes.lowering.attention.factors import MOVES, Arranged, Arranger, Dim, Mismatch, leaves, unify
+from dta_compile.passes.lowering.attention.factors import (
+    MOVES,
+    Arranged,
+    Arranger,
+    Dim,
+    Mismatch,
+    leaves,
+    product_dims,
+    rewrite_products,
+)
 from dta_compile.passes.symbols import sizes
 
 
 def multiply_unrepeated(graph: fx.Graph) -> None:
     """Rewrite the batched products of a graph, one operand of which is repeated as often as there are sequences."""
-    arranger = Arranger(graph)
-    for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
-        if any(map(_is_repeated, node.args)):
-            with graph.inserting_before(node):
-                try:
-                    _multiply(arranger, node)
-                except Mismatch:
-                    continue
-                copy_stack_trace(node)
-    erase_unused(graph)
+    rewrite_products(graph, _multiply)
 
 
 def _is_repeated(node: fx.Node) -> bool:
@@ -45,21 +45,21 @@ def _is_repeated(node: fx.Node) -> bool:
 
 def _multiply(arranger: Arranger, node: fx.Node) -> None:
     """Replace a batched product `[N, m, k] @ [N, k, n]`; raises `Mismatch`."""
+    if not any(map(_is_repeated, node.args)):
+        raise Mismatch("no operand that is repeated")
     left, right = map(Arranged.of, node.args)
-    (batch, rows, depth), (others, depth_of_right, columns) = left.dims, right.dims
-    unify(batch, others)
-    unify(depth, depth_of_right)
+    (batch,), *others = product_dims(left, right)
+    batch, rows, depth, columns = map(leaves, (batch, *others))
     shared, of_left, of_right = Dim(), Dim(), Dim()
-    for factor in leaves(batch):
+    for factor in batch:
         is_rows, is_columns = (factor.size.free_symbols and not other.has(factor) for other in (right, left))
         (of_left if is_rows else of_right if is_columns else shared).append(factor)
     if not of_left and not of_right:
         return
-    rows, depth, columns = map(leaves, (rows, depth, columns))
     dims = [shared] * bool(shared), [*of_left, *rows], [*of_right, *columns]
     operator = aten.bmm.default if shared else aten.mm.default
-    one = arranger.arrange(left, [*dims[0], dims[1], depth])
-    other = arranger.arrange(right, [*dims[0], depth, dims[2]])
-    product = call(node.graph, operator, one, other)
+    first = arranger.arrange(left, [*dims[0], dims[1], depth])
+    second = arranger.arrange(right, [*dims[0], depth, dims[2]])
+    product = call(node.graph, operator, first, second)
     own = [*dims[0], *dims[1:]]
-    node.replace_all_uses_with(arranger.arrange(Arranged(product, own, own), [leaves(batch), rows, columns]))
+    node.replace_all_uses_with(arranger.arrange(Arranged(product, own, own), [batch, rows, columns]))

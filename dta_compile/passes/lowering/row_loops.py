@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import call, erase_unused, is_item, raised, replace_nodes
+from dta_compile.passes.graphs.arguments import argument, select_of
+from dta_compile.passes.graphs.nodes import call, erase_unused, raised, replace_nodes
 from dta_compile.passes.graphs.operators import ALONG_DIMENSIONS, UNARY, aten
 
 
@@ -45,17 +45,13 @@ def _batched(nodes: Sequence[fx.Node]) -> fx.Node | None:
         columns[1] = tuple(map(_shifted, columns[1]))
     elif first.target not in UNARY:
         return None
-    if not all(_has_dimensions(node) for node in first.all_input_nodes):
+    values = [node.meta["val"] for node in first.all_input_nodes]
+    if not all(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values):
         return None  # a batched argument would have no dimension but the batch
     arguments = [_batched(column) if isinstance(column[0], fx.Node) else _same(column) for column in columns]
     if any(argument is None for argument in arguments):
         return None
     return call(first.graph, first.target, *arguments, **first.kwargs)
-
-
-def _has_dimensions(node: fx.Node) -> bool:
-    value = node.meta["val"]
-    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def _whole(nodes: Sequence[fx.Node]) -> fx.Node | None:
@@ -70,11 +66,8 @@ def _whole(nodes: Sequence[fx.Node]) -> fx.Node | None:
 
 def _row(node: fx.Node) -> tuple[fx.Node, int] | None:
     """Return the tensor and the row number of a node that takes one row."""
-    if node.target is aten.select.int and node.args[1] == 0:
-        return node.args[0], node.args[2]
-    if is_item(node) and node.args[0].target is aten.unbind.int and not node.args[0].args[1:]:
-        return node.args[0].args[0], node.args[1]
-    return None
+    selected = select_of(node)
+    return (selected[0], selected[2]) if selected is not None and selected[1] == 0 else None
 
 
 def _shifted(dims: Any) -> Any:
@@ -98,20 +91,18 @@ def _selection(node: fx.Node) -> fx.Node | None:
         return None
     target, indices, value = node.args[:3]
     *before, mask = indices
-    if mask is None or any(index is not None for index in before) or not _is_mask_of(mask, target):
+    if mask is None or any(index is not None for index in before):
+        return None
+    own, written = mask.meta["val"], target.meta["val"]
+    if own.dtype is not torch.bool or own.device != written.device or own.dim() == 0:
         return None
     after = target.meta["val"].dim() - len(before) - mask.meta["val"].dim()
     value = _of_one_entry(value, after)
     if value is None:
         return None
-    if argument(node, 3, "accumulate"):
+    if argument(node, "accumulate"):
         value = call(node.graph, aten.add.Tensor, target, value)
     return call(node.graph, aten.where.self, raised(mask, after, -1), value, target)
-
-
-def _is_mask_of(mask: fx.Node, target: fx.Node) -> bool:
-    mine, theirs = mask.meta["val"], target.meta["val"]
-    return bool(mine.dtype is torch.bool and mine.device == theirs.device and mine.dim() > 0)
 
 
 def _of_one_entry(value: fx.Node, dims: int) -> fx.Node | None:

@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from dta_compile.ops.experts.operators import EXPERT_LINEAR
-from dta_compile.passes.graphs.nodes import call, copy_stack_trace, erase_unused
+from dta_compile.passes.graphs.arguments import indices_of
+from dta_compile.passes.graphs.nodes import call
 from dta_compile.passes.graphs.operators import aten
 from dta_compile.passes.lowering.attention.distances import cast, positions
 from dta_compile.passes.lowering.attention.factors import (
@@ -22,7 +23,8 @@ from dta_compile.passes.lowering.attention.factors import (
     Mismatch,
     leaves,
     product,
-    unify,
+    product_dims,
+    rewrite_products,
     whole,
 )
 from dta_compile.passes.symbols import sizes
@@ -30,15 +32,7 @@ from dta_compile.passes.symbols import sizes
 
 def multiply_by_experts(graph: fx.Graph) -> None:
     """Rewrite the batched products of a graph, one operand of which is chosen for each row out of a table."""
-    arranger = Arranger(graph)
-    for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
-        with graph.inserting_before(node):
-            try:
-                _multiply(arranger, node)
-            except Mismatch:
-                continue
-            copy_stack_trace(node)
-    erase_unused(graph)
+    rewrite_products(graph, _multiply)
 
 
 def _multiply(arranger: Arranger, node: fx.Node) -> None:
@@ -48,10 +42,8 @@ def _multiply(arranger: Arranger, node: fx.Node) -> None:
     weights, tokens = (left, right) if is_left else (right, left)
     if not _is_chosen(weights.base) or _is_chosen(tokens.base):
         raise Mismatch("no weights that rows choose")
-    (batch, rows, depth), (others, depth_of_right, columns) = left.dims, right.dims
-    unify(batch, others)
-    unify(depth, depth_of_right)
-    batch, rows, depth, columns = map(leaves, (batch, rows, depth, columns))
+    (batch,), *others = product_dims(left, right)
+    batch, rows, depth, columns = map(leaves, (batch, *others))
     rows, columns = (columns, rows) if is_left else (rows, columns)
     if leaves(weights.own[0]) != batch or not product(rows).free_symbols:
         raise Mismatch("products of other values than all tokens of a row")
@@ -79,13 +71,12 @@ def _is_chosen(node: fx.Node) -> bool:
 
 def _chosen_by(node: fx.Node) -> fx.Node | None:
     """Return the numbers by which a value is selected along the first dimension of a table; None if it is not."""
-    if node.target is aten.index.Tensor:
-        return node.args[1][0] if len(node.args[1]) == 1 else None
-    if node.target is aten.index_select.default:
-        return node.args[2] if node.args[1] == 0 else None
     # An entry for padding gets no gradient, and scaled ones another; `padding_idx` is -1 where there is none.
     is_plain = node.target is aten.embedding.default and node.args[2:3] in ((), (-1,)) and not any(node.args[3:])
-    return node.args[1] if is_plain else None
+    if not is_plain and node.target not in (aten.index.Tensor, aten.index_select.default):
+        return None
+    indices = indices_of(node)
+    return indices[0] if indices.keys() == {0} else None
 
 
 def _numbers(arranger: Arranger, chosen: fx.Node) -> fx.Node:
@@ -98,5 +89,6 @@ def _numbers(arranger: Arranger, chosen: fx.Node) -> fx.Node:
         own = call(graph, chosen.target, call(graph, aten.unsqueeze.default, every, 1), numbers)
         own = call(graph, aten.select.int, own, 1, 0)
     else:
-        own = call(graph, chosen.target, every, *chosen.args[1:])
+        indices = [0, numbers] if chosen.target is aten.index_select.default else [[numbers]]
+        own = call(graph, chosen.target, every, *indices)
     return cast(own, torch.int64)

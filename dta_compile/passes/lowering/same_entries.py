@@ -18,14 +18,13 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.graphs.arguments import argument, dim_of, indices_of, slice_of
 from dta_compile.passes.graphs.nodes import erase_unused
 from dta_compile.passes.graphs.operators import CASTS, DIFFERENTIABLE_COPIES, FILLS, RANGES, RESHAPES, aten
 from dta_compile.passes.lowering.experts.slot_numbers import counts_from_zero
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import expression, sizes, value_of
 
-BOUNDS = ("dim", "start", "end", "step")  # of aten.slice
 MOVES = CASTS | DIFFERENTIABLE_COPIES
 
 
@@ -72,14 +71,9 @@ def _before_views(node: fx.Node) -> fx.Node | None:
 
 
 def _indexed_in_order(node: fx.Node) -> fx.Node | None:
-    source, *indices = node.args
-    if node.target is aten.index.Tensor:
-        indices = [one for dim, index in enumerate(indices[0]) if index is not None for one in (dim, index)]
-    if len(indices) != 2:
-        return None
-    dim, index = indices[0] % len(sizes(source)), indices[1]
+    source, ((dim, index), *others) = node.args[0], indices_of(node).items()
     is_range = index.target in RANGES and counts_from_zero(index)
-    return source if is_range and sizes(index) == (sizes(source)[dim],) else None
+    return source if is_range and not others and sizes(index) == (sizes(source)[dim],) else None
 
 
 def _joined_again(node: fx.Node) -> fx.Node | None:
@@ -90,14 +84,14 @@ def _joined_again(node: fx.Node) -> fx.Node | None:
     source, *others = (part.args[0] for part in parts)
     if any(other is not source for other in others) or sizes(node) != sizes(source):
         return None  # of few tokens, the slices `x[:, :2]` and `x[:, -1:]` overlap, and the result is longer than `x`
-    dim = (node.args[1] if len(node.args) > 1 else 0) % len(sizes(source))
+    dim = dim_of(node)
     size = sizes(source)[dim]
     joined: list[sympy.Expr] = [sympy.Integer(0)]
     for part in parts:
-        along, start, end, step = (argument(part, at, name) for at, name in enumerate(BOUNDS, 1))
-        if along % len(sizes(source)) != dim or step != 1:
+        cut, end = slice_of(part), argument(part, "end")
+        if cut is None or cut.dim != dim:
             return None
-        joined += [_position(start or 0, size), _position(sys.maxsize if end is None else end, size)]
+        joined += [_position(cut.start, size), _position(sys.maxsize if end is None else end, size)]
     joined.append(size)
     return source if joined[::2] == joined[1::2] else None
 
@@ -132,13 +126,12 @@ def _written_or_whole(node: fx.Node, with_gradient: set[fx.Node]) -> fx.Node | N
     if node.target is not aten.slice.Tensor:
         written = _written(node, with_gradient)
         return written[0] if written is not None and _are_alike(written[0], node) else None
-    source = node.args[0]
+    source, part = node.args[0], slice_of(node)
     if _are_alike(source, node):
         return source
-    if argument(node, 2, "start") not in (None, 0) or (argument(node, 4, "step") or 1) != 1:
+    if part is None or part.start != 0 or (written := _written(source, with_gradient)) is None:
         return None
-    written, dim = _written(source, with_gradient), (argument(node, 1, "dim") or 0) % node.meta["val"].dim()
-    return written[0] if written is not None and written[1] == dim and _are_alike(written[0], node) else None
+    return written[0] if written[1] == part.dim and _are_alike(written[0], node) else None
 
 
 def _written(node: fx.Node, with_gradient: set[fx.Node]) -> tuple[fx.Node, int] | None:
@@ -146,21 +139,13 @@ def _written(node: fx.Node, with_gradient: set[fx.Node]) -> tuple[fx.Node, int] 
     if node.op != "call_function" or node.args[0] in with_gradient:
         return None
     if node.target is aten.slice_scatter.default:
-        value, dim = node.args[1], argument(node, 2, "dim") or 0
-        if argument(node, 3, "start") not in (None, 0) or (argument(node, 5, "step") or 1) != 1:
-            return None
-    elif node.target is aten.index_copy.default:
-        dim, index, value = node.args[1:]
-        if not _numbers_all_tokens(index):
-            return None
-    elif node.target is aten.index_put.default and not argument(node, 3, "accumulate"):
-        *whole, index = node.args[1]
-        dim, value = len(whole), node.args[2]
-        if any(one is not None for one in whole) or not _numbers_all_tokens(index):
-            return None
-    else:
+        is_first = argument(node, "start") in (None, 0) and argument(node, "step") == 1
+        return (node.args[1], dim_of(node)) if is_first else None
+    if node.target not in (aten.index_copy.default, aten.index_put.default) or argument(node, "accumulate"):
         return None
-    return value, dim % node.meta["val"].dim()
+    (dim, index), *others = indices_of(node).items()
+    is_first = not others and _numbers_all_tokens(index)
+    return (node.args[3 if node.target is aten.index_copy.default else 2], dim) if is_first else None
 
 
 def _numbers_all_tokens(index: fx.Node) -> bool:

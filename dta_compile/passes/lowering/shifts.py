@@ -28,8 +28,8 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
-from dta_compile.passes.axes.shape_rules import order_of
+from dta_compile.passes.axes.layouts import batch_and_tokens, mixer_calls
+from dta_compile.passes.graphs.arguments import argument, dim_of, order_of, select_of, slice_of
 from dta_compile.passes.graphs.nodes import (
     behind,
     call,
@@ -110,10 +110,12 @@ def _whole(
     node: fx.Node, batch: sympy.Expr, tokens: sympy.Expr, of_data: set[fx.Node], with_gradient: set[fx.Node]
 ) -> fx.Node | None:
     """Return a value to replace a node of shifted tokens by; None for other nodes."""
-    if node.target is aten.slice_scatter.default and sizes(node) == sizes(node.args[1]):
-        return node.args[1]  # writes all entries: the outer one of two nodes for `y[:, 0] = x`
-    if node.target is aten.slice_scatter.default and _is_there_already(*node.args):
-        return node.args[0]  # `y[:, 1:] += x` writes back a slice that was added to in place
+    if node.target is aten.slice_scatter.default:
+        base, part, *bounds = node.args
+        if sizes(node) == sizes(part):
+            return part  # writes all entries: the outer one of two nodes for `y[:, 0] = x`
+        if part.target is aten.slice.Tensor and part.args == (base, *bounds):
+            return base  # `y[:, 1:] += x` writes back a slice that was added to in place
     dim = _dim_of(node)
     if dim is None or sizes(node)[dim] != tokens:
         return None
@@ -131,11 +133,6 @@ def _whole(
     return value.node if value.begin == 0 and (shifts.any or is_part) else None
 
 
-def _is_there_already(base: fx.Node, part: fx.Node, *bounds: Any) -> bool:
-    """Return whether a slice of a value is written back to where it was read."""
-    return part.target is aten.slice.Tensor and tuple(part.args) == (base, *bounds)
-
-
 def _dim_of(node: fx.Node) -> int | None:
     """Return the dimension along which a node joins or cuts entries; None if it pads several."""
     rank = node.meta["val"].dim() - (node.target is aten.unfold.default)
@@ -145,8 +142,7 @@ def _dim_of(node: fx.Node) -> int | None:
         return dims.pop() if len(dims) == 1 else None
     if node.target is aten.convolution.default:
         return rank - 1
-    at = 1 if node.target in (aten.cat.default, aten.slice.Tensor, aten.unfold.default) else 2
-    return (argument(node, at, "dim") or 0) % rank
+    return node.args[1] % rank if node.target is aten.unfold.default else dim_of(node)
 
 
 class _Shifts:
@@ -211,17 +207,18 @@ class _Shifts:
         if target is aten.cat.default:
             return self._joined(node, offset)
         if target is aten.slice.Tensor:
-            start, dim = argument(node, 2, "start") or 0, (argument(node, 1, "dim") or 0) % node.meta["val"].dim()
             if sizes(node) == sizes(args[0]):
                 return self.at(args[0], offset)
-            if dim != self._dim(node):
+            if dim_of(node) != self._dim(node):
                 return self._combined(node, offset)
-            self._require(type(start) is int and start >= 0 and (argument(node, 4, "step") or 1) == 1)
-            return self.at(args[0], offset - start)
+            part = slice_of(node)
+            if part is None or type(part.start) is not int or part.start < 0:
+                raise _NoShift
+            return self.at(part.source, offset - part.start)
         if target is aten.constant_pad_nd.default:
             self._require(_dim_of(node) == self._dim(node))
             before, after = (self._number_of_tokens(count) for count in args[1][2 * self.back - 2 : 2 * self.back])
-            return self._padded(args[0], before, after, argument(node, 2, "value") or 0, offset)
+            return self._padded(args[0], before, after, argument(node, "value"), offset)
         if target is aten.convolution.default:
             return self._convolved(node, offset)
         if target is aten.unfold.default:
@@ -308,7 +305,7 @@ class _Shifts:
         if not sizes(weight)[-1].is_Integer:  # a kernel as long as the row
             return None
         width, before = int(sizes(weight)[-1]), padding[0]
-        if source.target is aten.constant_pad_nd.default and not argument(source, 2, "value") and before == 0:
+        if source.target is aten.constant_pad_nd.default and not argument(source, "value") and before == 0:
             before, *others = source.args[1]
             source = node if any(others) else source.args[0]
         is_causal = before == width - 1 > 0 and [*stride, *dilation] == [1, 1] and not is_transposed
@@ -350,7 +347,7 @@ class _Shifts:
 
     def _joined(self, node: fx.Node, offset: int) -> _Extended:
         """Join parts, all but the last of which have a constant size."""
-        self._require((argument(node, 1, "dim") or 0) % node.meta["val"].dim() == self._dim(node))
+        self._require(dim_of(node) == self._dim(node))
         *first, last = node.args[0]
         counts = [self._size(part) for part in first]
         self._require(all(count.is_Integer for count in counts))
@@ -378,9 +375,9 @@ class _Shifts:
 
     def _picked(self, node: fx.Node, offset: int) -> _Extended:
         """Return the value of one token that `select_scatter` writes, which lacks the dimension."""
-        if node.target is aten.select.int:
-            source, dim, index = node.args
-            self._require(dim % source.meta["val"].dim() == self._dim(source) and type(index) is int and index >= 0)
+        if (selected := select_of(node)) is not None:
+            source, dim, index = selected
+            self._require(dim == self._dim(source) and type(index) is int and index >= 0)
             return self.at(source, offset - index)
         self._require(node.target is aten.fill.Tensor or isinstance(filled_with(node), (int, float)))
         return _Extended(node.args[1] if node.target is aten.fill.Tensor else self._number(node, filled_with(node)))
@@ -393,7 +390,7 @@ class _Shifts:
         matrix = behind(matrix, RESHAPES | COPIES)
         shape = sizes(matrix)
         self._require(self.back == 2 and len(shape) == 3 and sizes(node)[:2] == shape[:2] and not product.kwargs)
-        self._require(not any(size.free_symbols for one in (*bias, weight) for size in sizes(one)))
+        self._require(not any(size.free_symbols for value in (*bias, weight) for size in sizes(value)))
         source = self.at(matrix, offset)
         if not sizes(source.node):  # one number
             row = call(self.graph, aten.expand.default, source.node, [1, int(shape[2])])
@@ -411,11 +408,8 @@ class _Shifts:
         same = (self._size(arg) == self._size(node) or self._is_of_no_token(arg) for arg in operands)
         self._require(all(same))  # a value of one token is not that of every token
         values = {arg: self.at(arg, offset) for arg in operands}
-
-        def at_all(arg: fx.Node) -> fx.Node:
-            return values[arg].node if arg in values else arg
-
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), at_all)
+        nodes = {arg: value.node for arg, value in values.items()}
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: nodes.get(arg, arg))
         return _Extended(call(self.graph, node.target, *args, **kwargs), max(value.begin for value in values.values()))
 
     def _first(self, count: int, first: _Extended, rest: _Extended) -> _Extended:
@@ -455,7 +449,7 @@ class _Shifts:
         if len(shape) != 3:
             lead = [call(graph, aten.sym_size.int, rows, i) for i in (0, 1)]
             rows = call(graph, aten.reshape.default, rows, [*lead, features])
-        taps = [call(graph, aten.full.default, [features, n], one, **_like(node)) for n, one in ((1, 1), (count, 0))]
+        taps = [call(graph, aten.full.default, [features, n], tap, **_like(node)) for n, tap in ((1, 1), (count, 0))]
         weight = call(graph, aten.cat.default, taps, 1)
         rows = call(graph, torch.ops.dta.token_shift.default, rows, weight, None)
         if len(shape) != 3:

@@ -22,6 +22,7 @@ from dta_compile.executable.masks import MaskProgram, refusal
 from dta_compile.ops.chosen_keys import CHOSEN
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.graphs.operators import QUOTIENTS, SAME_ENTRIES, ZERO_OF_ZERO, aten
+from dta_compile.passes.graphs.subgraph import missing
 from dta_compile.passes.masks.elements import Elements
 from dta_compile.passes.masks.entries import leaf_of
 from dta_compile.passes.program import Program, ancestors, where
@@ -57,8 +58,8 @@ class MaskPrograms:
             raise refusal(where(mask), got, "hide all keys that are not chosen, by False or -inf")
         key = derived.term, filler
         if key not in self._known:
-            found = dataclasses.replace(derived.mask_program(), filler=filler)
-            self._known[key] = dataclasses.replace(found, constant=_constant_class(found))
+            unclassified = dataclasses.replace(derived.mask_program(), filler=filler)
+            self._known[key] = dataclasses.replace(unclassified, constant=_constant_class(unclassified))
         return self._known[key], next((node.args[0] for node in choices), None)
 
 
@@ -241,20 +242,13 @@ class Silencers:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.found: dict[fx.Node, Masks] = {}
+        self.known: dict[fx.Node, Masks] = {}
 
     def of(self, node: fx.Node) -> Masks:
         """Return the masks of a value."""
-        pending = [node]
-        while pending:
-            current = pending[-1]
-            missing = [arg for arg in _followed(current) if arg not in self.found]
-            if current in self.found or not missing:
-                self.found.setdefault(current, self._masks(current))
-                pending.pop()
-            else:
-                pending += missing
-        return self.found[node]
+        for value in missing(node, self.known, _followed):
+            self.known[value] = self._masks(value)
+        return self.known[node]
 
     def of_call(self, call: fx.Node) -> Masks:
         """Return the masks at whose zeros a recurrence leaves a zero state unchanged."""
@@ -265,7 +259,7 @@ class Silencers:
             return NONE
         if node not in self.program.parameter_dependent:
             return frozenset([node]) if self._is_mask(node) else NONE
-        arguments = [self.found[arg] for arg in _followed(node)]
+        arguments = [self.known[arg] for arg in _followed(node)]
         if not arguments:
             return NONE
         if node.target in PRODUCTS or node.target in MIXERS:

@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from dta_compile.ops.chosen_keys import CHOSEN, choosing_of
-from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.axes.shape_rules import order_of, reshape_groups
+from dta_compile.passes.axes.shape_rules import reshape_groups
+from dta_compile.passes.graphs.arguments import argument, dim_of, operand_dims
 from dta_compile.passes.graphs.nodes import behind
 from dta_compile.passes.graphs.operators import (
     COPIES,
@@ -38,20 +38,17 @@ from dta_compile.proofs.terms import Term, Terms
 ConstantOf = Callable[[Term, sympy.Expr], "float | None"]
 
 SCANNED = "scanned"  # the index variable of reductions and cumulative sums
-_DIAGONAL = ((1, "offset", 0), (2, "dim1", 0), (3, "dim2", 1))
 
 ENTRY_RULES: dict[Any, str] = {
-    **dict.fromkeys(COPIES, "_copy"),
     **dict.fromkeys(RESHAPES, "_view"),
-    **dict.fromkeys(SQUEEZES, "_squeeze"),
-    **dict.fromkeys(TRANSPOSITIONS, "_permute"),
+    **dict.fromkeys(COPIES | SQUEEZES | TRANSPOSITIONS, "_rearranged"),
     **dict.fromkeys(FILLS, "_filled"),
     **dict.fromkeys(RANGES, "_arange"),
     **dict.fromkeys(UNTAGGED_POINTWISE, "_pointwise"),
     aten._to_copy.default: "_converted",
     aten.fill.Tensor: "_filled_with_entry",
-    aten.unsqueeze.default: "_unsqueeze",
-    aten.expand.default: "_expand",
+    aten.unsqueeze.default: "_rearranged",
+    aten.expand.default: "_rearranged",
     aten.slice.Tensor: "_slice",
     aten.select.int: "_select",
     aten.flip.default: "_flip",
@@ -59,11 +56,11 @@ ENTRY_RULES: dict[Any, str] = {
     aten.cat.default: "_cat",
     aten.stack.default: "_stack",
     aten.constant_pad_nd.default: "_constant_pad_nd",
-    aten.tril.default: "_tril",
-    aten.triu.default: "_triu",
+    aten.tril.default: "_triangle",
+    aten.triu.default: "_triangle",
     aten.diagonal.default: "_diagonal",
-    aten.slice_scatter.default: "_slice_scatter",
-    aten.select_scatter.default: "_select_scatter",
+    aten.slice_scatter.default: "_written",
+    aten.select_scatter.default: "_written",
     aten.index.Tensor: "_index",
     aten.index_select.default: "_index_select",
     aten.gather.default: "_gather",
@@ -101,9 +98,6 @@ class Elements(Entries):
         super().__init__(program, terms)
         self.constant_of, self.sizes, self.chosen = constant_of, sizes, chosen
         self._flat: dict[Term, tuple[tuple[Term, sympy.Expr], ...]] = {}
-
-    def _copy(self, node: fx.Node, index: Indices) -> Term:
-        return self.entry(node.args[0], index)
 
     def _filled_with_entry(self, node: fx.Node, index: Indices) -> Term:
         return self.entry(node.args[1], ())
@@ -146,24 +140,10 @@ class Elements(Entries):
         indices[dims[0]] = position
         return indices
 
-    def _unsqueeze(self, node: fx.Node, index: Indices) -> Term:
-        dim = node.args[1] % len(index)
-        return self.entry(node.args[0], index[:dim] + index[dim + 1 :])
-
-    def _squeeze(self, node: fx.Node, index: Indices) -> Term:
-        shape = sizes(node.args[0])
-        chosen = node.args[1] if len(node.args) > 1 else list(range(len(shape)))
-        chosen = {dim % max(len(shape), 1) for dim in ([chosen] if isinstance(chosen, int) else chosen)}
-        left = iter(index)
-        dropped = [i in chosen and size == 1 for i, size in enumerate(shape)]
-        return self.entry(node.args[0], tuple(self._zero if drop else next(left) for drop in dropped))
-
-    def _expand(self, node: fx.Node, index: Indices) -> Term:
-        return self._aligned(node.args[0], index)
-
-    def _permute(self, node: fx.Node, index: Indices) -> Term:
-        order = order_of(node, len(index))
-        return self.entry(node.args[0], tuple(index[order.index(dim)] for dim in range(len(order))))
+    def _rearranged(self, node: fx.Node, index: Indices) -> Term:
+        source, dims = node.args[0], operand_dims(node) or []
+        at = (index[dims.index(dim)] if dim in dims else self._zero for dim in range(len(sizes(source))))
+        return self.entry(source, tuple(at))
 
     def _from_start(self, position: Any, size: sympy.Expr) -> sympy.Expr | None:
         """Return a position along a dimension counted from its start; None if its sign is unknown.
@@ -176,9 +156,8 @@ class Elements(Entries):
         return position if position.is_nonnegative else None
 
     def _slice(self, node: fx.Node, index: Indices) -> Term | None:
-        source, dim = node.args[0], (argument(node, 1, "dim") or 0) % len(index)
-        step = argument(node, 4, "step") or 1
-        start = self._from_start(argument(node, 2, "start") or 0, sizes(source)[dim])
+        source, dim, step = node.args[0], dim_of(node), argument(node, "step")
+        start = self._from_start(argument(node, "start") or 0, sizes(source)[dim])
         if start is None:
             return None
         at = self._plus(self._times(index[dim], self._number(step)), start)
@@ -209,7 +188,7 @@ class Elements(Entries):
         return self.entry(node.args[0], tuple(wrapped))
 
     def _cat(self, node: fx.Node, index: Indices) -> Term:
-        dim = (argument(node, 1, "dim") or 0) % len(index)
+        dim = argument(node, "dim") % len(index)
         parts = [part for part in node.args[0] if sizes(part) != (0,)]
         stops, stop = [], sympy.Integer(0)
         for part in parts:
@@ -227,7 +206,7 @@ class Elements(Entries):
         return result
 
     def _stack(self, node: fx.Node, index: Indices) -> Term:
-        dim = (argument(node, 1, "dim") or 0) % len(index)
+        dim = argument(node, "dim") % len(index)
         rest = index[:dim] + index[dim + 1 :]
         *others, result = [self._cast(self.entry(part, rest), node.meta["val"].dtype) for part in node.args[0]]
         for i, other in reversed(list(enumerate(others))):
@@ -250,54 +229,30 @@ class Elements(Entries):
             for condition in (self.terms.apply(aten.ge.Scalar, moved, 0), self._below(moved, shape[dim])):
                 exists = condition if exists is None else self.terms.apply(aten.logical_and.default, exists, condition)
         inner, value = self.entry(source, tuple(at)), node.meta["val"]
-        fill = argument(node, 2, "value") or 0
+        fill = argument(node, "value") or 0
         if exists is None:
             return inner
         if isinstance(fill, fx.Node):
             return None
         return self._chosen(exists, inner, self._filled_with(fill, value.dtype))
 
-    def _tril(self, node: fx.Node, index: Indices) -> Term:
-        return self._triangle(node, index, aten.le.Tensor)
-
-    def _triu(self, node: fx.Node, index: Indices) -> Term:
-        return self._triangle(node, index, aten.ge.Tensor)
-
-    def _triangle(self, node: fx.Node, index: Indices, within: Any) -> Term:
+    def _triangle(self, node: fx.Node, index: Indices) -> Term:
+        within = aten.le.Tensor if node.target is aten.tril.default else aten.ge.Tensor
         distance = self.terms.apply(aten.sub.Tensor, index[-1], index[-2])
-        kept = self.terms.apply(within, distance, self._as_tensor(self._number(argument(node, 1, "diagonal") or 0)))
+        kept = self.terms.apply(within, distance, self._as_tensor(self._number(argument(node, "diagonal"))))
         return self._chosen(kept, self.entry(node.args[0], index), self._filled_with(0, node.meta["val"].dtype))
 
     def _diagonal(self, node: fx.Node, index: Indices) -> Term | None:
-        if any(argument(node, i, name) not in (None, default) for i, name, default in _DIAGONAL):
-            return None
-        return self.entry(node.args[0], (index[-1], index[-1])) if len(index) == 1 else None
+        is_main = [argument(node, name) for name in ("offset", "dim1", "dim2")] == [0, 0, 1]
+        return self.entry(node.args[0], (index[-1], index[-1])) if is_main and len(index) == 1 else None
 
-    def _slice_scatter(self, node: fx.Node, index: Indices) -> Term | None:
-        base, part = node.args[:2]
-        dim = (argument(node, 2, "dim") or 0) % len(index)
-        start = self._from_start(argument(node, 3, "start") or 0, sizes(base)[dim])
-        if start is None or (argument(node, 5, "step") or 1) != 1:
+    def _written(self, node: fx.Node, index: Indices) -> Term | None:
+        base, part, dim = node.args[0], node.args[1], dim_of(node)
+        keeps_dim = node.target is aten.slice_scatter.default
+        start = self._from_start(argument(node, "start" if keeps_dim else "index") or 0, sizes(base)[dim])
+        if start is None or argument(node, "step") not in (None, 1):
             return None
-        return self._written(base, part, index, dim, start, sizes(part)[dim], keeps_dim=True)
-
-    def _select_scatter(self, node: fx.Node, index: Indices) -> Term | None:
-        base, part, dim = node.args[0], node.args[1], node.args[2] % len(index)
-        at = self._from_start(node.args[3], sizes(base)[dim])
-        if at is None:
-            return None
-        return self._written(base, part, index, dim, at, sympy.Integer(1), keeps_dim=False)
-
-    def _written(
-        self,
-        base: fx.Node,
-        part: fx.Node,
-        index: Indices,
-        dim: int,
-        start: sympy.Expr,
-        length: sympy.Expr,
-        keeps_dim: bool,
-    ) -> Term:
+        length = sizes(part)[dim] if keeps_dim else sympy.Integer(1)
         moved = self._plus(index[dim], -start)
         inside = self.terms.apply(
             aten.logical_and.default, self.terms.apply(aten.ge.Scalar, moved, 0), self._below(moved, length)
@@ -379,11 +334,11 @@ class Elements(Entries):
 
         Over keys, it is that of the query's own key or of all of them: the first is what a real query is decided by.
         """
-        dims, source = argument(node, 1, "dim") if len(node.args) > 1 else None, node.args[0]
+        dims, source = argument(node, "dim") if len(node.args) > 1 else None, node.args[0]
         if not isinstance(dims, int) or not (shape := sizes(source)):
             return None
         dim, query = dims % len(shape), self.terms.index("query")
-        rest = index[dim + 1 :] if argument(node, 2, "keepdim") else index[dim:]
+        rest = index[dim + 1 :] if argument(node, "keepdim") else index[dim:]
         constant = self._constant_along(source, (*index[:dim], self._zero, *rest), dim)
         if constant is not None:
             return self.terms.const(bool(constant), torch.bool)

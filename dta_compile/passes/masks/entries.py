@@ -13,6 +13,7 @@ import sympy
 import torch
 from torch import fx
 
+from dta_compile.passes.graphs.arguments import argument
 from dta_compile.passes.graphs.nodes import First, filled_with, is_pointwise
 from dta_compile.passes.graphs.operators import aten
 from dta_compile.passes.program import Program, ancestors, has_tensor
@@ -144,12 +145,9 @@ class Entries:
         return self.terms.const(torch.full((), number, dtype=dtype).item(), dtype)
 
     def _arange(self, node: fx.Node, index: Indices) -> Term | None:
-        bounds = node.args if len(node.args) > 1 else (0, *node.args)
-        start, step = bounds[0], bounds[2] if len(bounds) > 2 else 1
-        numbers = [value_of(arg) for arg in (start, step)]
-        dtype = node.meta["val"].dtype
-        # Some devices also round the start of 16-bit ranges.
-        if not all(isinstance(number, (int, torch.SymInt)) for number in numbers) or dtype in HALVES:
+        start, step = argument(node, "start") or 0, argument(node, "step") or 1
+        is_integer = all(isinstance(value_of(arg), (int, torch.SymInt)) for arg in (start, step))
+        if not is_integer or node.meta["val"].dtype in HALVES:  # some devices also round the start of 16-bit ranges
             return None
         return self._plus(self._times(index[0], self._number(step)), self._number(start))
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.executable.layers import (
-    AttentionLayer,
-    MixerLayer,
-    RecurrentLayer,
-    RunningSpec,
-    StateSpec,
-)
+from dta_compile.executable.layers import AttentionLayer, MixerLayer, RecurrentLayer, RunningSpec, StateSpec
 from dta_compile.executable.layouts import Layout
 from dta_compile.executable.masks import MaskProgram, refusal
 from dta_compile.ops.attention import ATTENTION_MIXERS, OVER_CHOSEN, TABLE, Masking
@@ -52,7 +47,8 @@ def mixers(program: Program) -> None:
     layers: list[MixerLayer] = []
     program.mixer_nodes = own_mixer_calls(program)
     for index, node in enumerate(program.mixer_nodes):
-        _require_token_wise(program, node)
+        if isinstance(mixed := program.values[node], Mixed):
+            raise mixing_refusal(mixed)
         mixer = MIXERS[node.target]
         if mixer.running_state is not None:
             layers.append(_recurrent(program, index, node, masks, first, silent))
@@ -94,12 +90,7 @@ def _require_by_depth(program: Program, table: fx.Node) -> None:
 
 
 def _recurrent(
-    program: Program,
-    index: int,
-    node: fx.Node,
-    masks: _Masks,
-    first: First,
-    silent: Silencers,
+    program: Program, index: int, node: fx.Node, masks: _Masks, first: First, silent: Silencers
 ) -> RecurrentLayer:
     mixer, mask = MIXERS[node.target], None
     assert mixer.running_state is not None
@@ -123,12 +114,6 @@ def cache_outputs(program: Program) -> set[fx.Node]:
         for operand in MIXERS[node.target].states_of(node.args):
             states |= {operand, _true_heads(program, operand)}
     return {node for node in program.outputs if node in states}
-
-
-def _require_token_wise(program: Program, node: fx.Node) -> None:
-    value = program.values[node]
-    if isinstance(value, Mixed):
-        raise mixing_refusal(value)
 
 
 NEIGHBOURS = (
@@ -203,7 +188,7 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
             got=mixed.reason,
             hint="switch router noise or jitter off, or call model.eval()",
         )
-    elif any(one.target in SORTS and not is_float(one.args[0]) for one in (mixed.node, *mixed.node.users)):
+    elif any(node.target in SORTS and not is_float(node.args[0]) for node in (mixed.node, *mixed.node.users)):
         return RefusalError(
             "tokens are sorted by the experts that they chose, which hides that each is computed by itself",
             where=where(mixed.node),
@@ -287,9 +272,8 @@ class _Masks:
     """The masks of a program's layers, one object for all layers with the same."""
 
     def __init__(self, program: Program) -> None:
-        self.program, self.programs = program, MaskPrograms(program)
+        self.program, self._derived = program, functools.cache(MaskPrograms(program).of)
         self._known: dict[Any, MaskProgram] = {}
-        self._derived: dict[fx.Node, tuple[MaskProgram, fx.Node | None]] = {}
 
     def of(self, node: fx.Node, masking: Masking) -> tuple[MaskProgram | None, fx.Node | None]:
         """Return the mask of a call, None if it is plainly causal, and the choice of keys that is part of it."""
@@ -306,9 +290,7 @@ class _Masks:
             both = "is_causal=True" if masking.is_causal else "segments or a window"
             raise RefusalError(f"attention has both a mask and {both}", where=where(node), expected="one of the two")
         if masking.mask is not None:
-            if masking.mask not in self._derived:
-                self._derived[masking.mask] = self.programs.of(masking.mask)
-            mask, choice = self._derived[masking.mask]
+            mask, choice = self._derived(masking.mask)
             if choice is not None and MIXERS[node.target] not in OVER_CHOSEN:
                 again = MIXERS[node.target] is CHOICE_MIXER
                 got = "among those that were chosen" if again else "for scores with a learned bias by distance"

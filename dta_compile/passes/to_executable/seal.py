@@ -48,7 +48,7 @@ from dta_compile.passes.graphs.nodes import behind
 from dta_compile.passes.graphs.operators import INDEX_ENTRIES, INDEX_EVERY_AXIS, INDEX_ONE_AXIS, SAME_ENTRIES, aten
 from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.program import ChunkInput as LoweredInput
-from dta_compile.passes.program import FrontierValue, Mixed, Program, ancestors, has_tensor, where
+from dta_compile.passes.program import FrontierValue, Mixed, Program, ancestors, has_tensor, tensors_of, where
 from dta_compile.passes.symbols import expression, free_symbols, hint, sizes, symbolic
 
 
@@ -252,11 +252,7 @@ def choices(program: Program) -> set[fx.Node]:
     """Return the discrete choices (of an expert, a token) that depend on parameters: rounding may change them."""
 
     def is_choice(node: fx.Node) -> bool:
-        values = node.meta.get("val")
-        if isinstance(values, torch.Tensor):
-            return not _is_rounded(values)
-        results = values if isinstance(values, (tuple, list)) else ()
-        return any(isinstance(value, torch.Tensor) and not _is_rounded(value) for value in results)
+        return not all(map(_is_rounded, tensors_of(node.meta.get("val"))))
 
     return set(filter(is_choice, program.parameter_dependent))
 

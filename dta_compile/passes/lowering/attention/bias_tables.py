@@ -18,10 +18,10 @@ import torch
 from torch import fx
 
 from dta_compile.ops.distances import BY_DEPTH, ENTRIES_BY_DISTANCE, HIDDEN_PAIRS
-from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.axes.shape_rules import Labels, labels_in
+from dta_compile.passes.graphs.arguments import indices_of, slice_of, where_of
 from dta_compile.passes.graphs.nodes import call, constructed, filled_with, is_float
-from dta_compile.passes.graphs.operators import MASKED_FILLS, RANGES, RESHAPES, SUMS, aten
+from dta_compile.passes.graphs.operators import RANGES, RESHAPES, SUMS, aten
 from dta_compile.passes.lowering.attention.distances import Affine, Distances, Slope, hides, positions
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.lowering.attention.pair_entries import Operands, cut_from, operands_of, over
@@ -40,7 +40,7 @@ def by_depth(node: fx.Node, weights: Collection[fx.Node]) -> fx.Node:
 
 def _is_learned(node: fx.Node, weights: Collection[fx.Node]) -> bool:
     """Return whether a value depends on parameters, not only on their sizes."""
-    return not ancestors([node], stop=lambda one: not has_tensor(one)).isdisjoint(weights)
+    return not ancestors([node], stop=lambda value: not has_tensor(value)).isdisjoint(weights)
 
 
 class Tables(Distances):
@@ -91,10 +91,10 @@ class Tables(Distances):
         may_hide = any(map(is_float, tested)) or (tested and not self._differs_by_head(node, labels))
         return None if may_hide and not self._learned(node) else self._of_key_0(node, labels)  # else see `split`
 
-    def _combined(self, node: fx.Node, one: Slope, other: Slope) -> Slope | None:
-        if isinstance(one, fx.Node) and isinstance(other, fx.Node):
-            one, other = (by_depth(part, self.weights) for part in (one, other))
-        return super()._combined(node, one, other)
+    def _combined(self, node: fx.Node, left: Slope, right: Slope) -> Slope | None:
+        if isinstance(left, fx.Node) and isinstance(right, fx.Node):
+            left, right = (by_depth(table, self.weights) for table in (left, right))
+        return super()._combined(node, left, right)
 
     def _moved(self, node: fx.Node, slope: Slope, labels: Labels) -> Slope | None:
         if not isinstance(slope, fx.Node):
@@ -108,27 +108,26 @@ class Tables(Distances):
         return any(label is None and size != 1 for label, size in zip(labels, sizes(node), strict=True))
 
     def _is_bias(self, node: Any, labels: Labels) -> bool:
-        """Whether a value of pairs cannot be a mask, nor be made of one: the table would lack which keys it hides."""
+        """Return whether a value of pairs is no mask, nor made of one: a table would lack which keys it hides."""
         if not {"q", "k"} <= set(labels):
             return True
         if (moved := self._source(node, labels)) is not None:
             return self._is_bias(*moved)
-        values = node.args[:2] if node.target in SUMS else ()
-        if node.target is aten.where.self or node.target in MASKED_FILLS:
-            values = node.args[1:] if node.target is aten.where.self else (node.args[0], node.args[2])
+        selected = where_of(node)
+        values = node.args[:2] if node.target in SUMS else () if selected is None else selected[1:]
         is_made_of = all(not hides(arg) and self._is_bias(arg, labels_in(arg, labels)) for arg in values)
         is_own = self._differs_by_head(node, labels) or self._learned(node) or self._is_arithmetic(node)
         return is_made_of and is_own
 
     def _is_arithmetic(self, node: fx.Node) -> bool:
-        """Whether a value is computed without conditions and without numbers that may hide keys."""
+        """Return whether a value is computed without conditions and without numbers that may hide keys."""
         nodes = ancestors([node])
-        numbers = [number_of(arg) for one in nodes for arg in (*one.args, *one.kwargs.values())]
+        numbers = [number_of(arg) for each in nodes for arg in (*each.args, *each.kwargs.values())]
         is_low = any(number is not None and not abs(number) < -FORBIDDEN for number in numbers)
-        return not is_low and all(getattr(one.meta.get("val"), "dtype", None) is not torch.bool for one in nodes)
+        return not is_low and all(getattr(each.meta.get("val"), "dtype", None) is not torch.bool for each in nodes)
 
     def _is_of_distance(self, node: fx.Node, labels: Labels) -> bool:
-        """Whether the entries of a value depend on the distance `q - k >= 0` alone, and on no sequence."""
+        """Return whether the entries of a value depend on the distance `q - k >= 0` alone, and on no sequence."""
         if (node, labels) not in self.proven:
             self.proven[node, labels] = self._proof(node, labels)
         return self.proven[node, labels]
@@ -153,7 +152,7 @@ class Tables(Distances):
         return True
 
     def _is_table(self, node: fx.Node, labels: Labels) -> bool:
-        """Whether a call can test the entries of a value over pairs: it is made of data, alike for all sequences."""
+        """Return whether a call can test the entries of a value over pairs: of data, alike for all sequences."""
         is_alike = all(label or size.is_number for label, size in zip(labels, sizes(node), strict=True))
         return is_alike and labels.count("q") == labels.count("k") == 1 and not self._learned(node)
 
@@ -163,13 +162,9 @@ class Tables(Distances):
         The value may have a row for each distance, which a prefix tree has no place for: an embedding of a range, or
         what a network makes of one. So the rows are computed of those that are picked from the range.
         """
-        if node.target is aten.index.Tensor:
-            source, indices = node.args[:2]
-        elif node.target is aten.embedding.default:
-            source, indices = node.args[0], [node.args[1]]
-        else:
+        if node.target not in (aten.index.Tensor, aten.embedding.default):
             return None
-        (dim, index), *others = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+        source, ((dim, index), *others) = node.args[0], indices_of(node).items()
         own = labels[dim : dim + len(sizes(index))]
         if others or own not in (("q", "k"), ("k", "q"), ("qk",), ("kq",)) or over(labels) != over(own):
             return None
@@ -204,13 +199,12 @@ class Tables(Distances):
             return by_depth(call(self.graph, aten.index.Tensor, node, [None] * dim + [rows]), self.weights)
         if sizes(node)[dim].is_number:
             return call(self.graph, aten.index.Tensor, node, [None] * dim + [by_depth(rows, self.weights)])
-        if node.target is aten.slice.Tensor and argument(node, 1, "dim") % len(labels) == dim:
-            start, length = argument(node, 2, "start") or 0, call(self.graph, aten.sym_size.int, node, dim)
-            first = value_of(start)
-            if argument(node, 4, "step") not in (None, 1) or not statically_known_true(first >= 0):
+        if (part := slice_of(node)) is not None and part.dim == dim:
+            length = call(self.graph, aten.sym_size.int, node, dim)
+            if not statically_known_true(value_of(part.start) >= 0):
                 return None
             rows = call(self.graph, aten.remainder.Scalar, rows, length)
-            return self._at_rows(node.args[0], labels, call(self.graph, aten.add.Scalar, rows, start))
+            return self._at_rows(part.source, labels, call(self.graph, aten.add.Scalar, rows, part.start))
         if (operands := operands_of(node, labels)) is None:
             return None
         values = {arg: self._at_rows(arg, own, rows) for arg, own in operands}

@@ -19,9 +19,9 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.graphs.arguments import argument, slice_of, where_of
 from dta_compile.passes.graphs.nodes import SizeNodes, call, constructed
-from dta_compile.passes.graphs.operators import CASTS, COPIES, MASKED_FILLS, RESHAPES, aten
+from dta_compile.passes.graphs.operators import CASTS, COPIES, RESHAPES, aten
 from dta_compile.passes.lowering.attention.factors import Mismatch, number_of
 from dta_compile.passes.symbols import expression, sizes
 from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
@@ -92,7 +92,7 @@ class Blocks:
     @staticmethod
     def _require_pad(node: fx.Node) -> None:
         """Raise `Mismatch` unless hidden keys are appended."""
-        widths, value = node.args[1], number_of(argument(node, 2, "value") or 0)
+        widths, value = node.args[1], number_of(argument(node, "value"))
         if len(widths) != 2 or widths[0] != 0 or value is None or value > CERTAIN:
             raise Mismatch("scores that are padded by others than hidden keys")
 
@@ -100,28 +100,23 @@ class Blocks:
     def _is_best(node: fx.Node, source: fx.Node) -> bool:
         """Return whether a node is the largest score along the last dimension, which it removes."""
         reduction, rank = node.args[0] if node.target is operator.getitem else node, len(sizes(source))
-        if reduction.target not in (aten.amax.default, aten.max.dim) or argument(reduction, 2, "keepdim"):
+        if reduction.target not in (aten.amax.default, aten.max.dim) or argument(reduction, "keepdim"):
             return False
-        return argument(reduction, 1, "dim") in ([-1], [rank - 1], -1, rank - 1)
+        return argument(reduction, "dim") in ([-1], [rank - 1], -1, rank - 1)
 
     def _filler(self, node: fx.Node, source: fx.Node) -> tuple[fx.Node, float] | None:
         """Return condition and number of a fill that does not hide keys; None for other nodes."""
         if node.target in SCATTERS:
             return self._scattered(node)
-        if node.target in MASKED_FILLS:
-            condition, filler = node.args[1:3]
-        elif node.target is aten.where.self and node.args[2] is source:
-            condition, filler = node.args[:2]
-        elif node.target is aten.where.self and node.args[1] is source:
-            condition, filler = node.args[0], node.args[2]
-        else:
+        if (selected := where_of(node)) is None or source not in selected[1:]:
             return None
-        number = number_of(filler)
+        condition, value, other = selected
+        number = number_of(value if other is source else other)
         if self.size == 1 and self.forced is None and (number is None or number <= FORBIDDEN):
             return None  # a mask
         if number is None:
             raise Mismatch("scores replaced by numbers that are known only at the call")
-        if node.target is aten.where.self and node.args[1] is source:
+        if other is not source:
             condition = call(node.graph, aten.logical_not.default, condition)
         return condition, number
 
@@ -151,7 +146,7 @@ class Blocks:
 
     def _force(self, node: fx.Node, condition: fx.Node, number: float) -> None:
         value, graph = node.meta["val"], node.graph
-        filler, otherwise = (constructed(graph, aten.full.default, [], one, like=value) for one in (number, math.nan))
+        filler, otherwise = (constructed(graph, aten.full.default, [], fill, like=value) for fill in (number, math.nan))
         self.forced = call(graph, aten.where.self, condition, filler, self.forced or otherwise)
 
 
@@ -163,13 +158,13 @@ def _is_below(pad: sympy.Expr, block: int) -> bool:
     symbols, quotients = list(pad.free_symbols), pad.atoms(FloorDiv, Mod, PythonMod)
     if not symbols:
         return bool(0 <= pad < block)
-    (size, *others), plain = symbols, pad.subs({one: sympy.Dummy() for one in quotients})
-    parts = [plain, *(one.args[0] for one in quotients)]
+    (size, *others), plain = symbols, pad.subs({part: sympy.Dummy() for part in quotients})
+    parts = [plain, *(quotient.args[0] for quotient in quotients)]
     is_linear = all(part.is_polynomial() and sympy.degree(part, size) <= 1 for part in parts)
-    if others or not is_linear or any(one.args[1] != block for one in quotients):
+    if others or not is_linear or any(quotient.args[1] != block for quotient in quotients):
         return False
     pads = [pad.subs(size, number) for number in range(1, 2 * block + 1)]
-    return pads[:block] == pads[block:] and all(0 <= one < block for one in pads)
+    return pads[:block] == pads[block:] and all(0 <= number < block for number in pads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,16 +188,12 @@ class Written:
             return None
         (base, dim, index), rank = node.args[:3], len(sizes(node))
         numbers = number_of(base), number_of(node.args[3])
-        found = _indices(index) if dim % max(rank, 1) == rank - 1 else None
-        if (
-            found is None
-            or numbers[0] is None
-            or numbers[1] is None
-            or sizes(found[0].args[0])[:-1] != sizes(node)[:-1]
-        ):
+        topk, none = (_indices(index) if dim % max(rank, 1) == rank - 1 else None) or (None, None)
+        if topk is None or numbers[0] is None or numbers[1] is None:
             return None
-        along = (argument(found[0], 2, "dim"), argument(found[0], 3, "largest"))
-        return cls(node, *found, (numbers[0], numbers[1])) if along in ((-1, True), (rank - 1, True)) else None
+        is_alike = sizes(topk.args[0])[:-1] == sizes(node)[:-1]
+        is_largest = argument(topk, "largest") is True and argument(topk, "dim") in (-1, rank - 1)
+        return cls(node, topk, none, (numbers[0], numbers[1])) if is_alike and is_largest else None
 
     def visible(self) -> list[fx.Node]:
         """Return the values in which each entry is that of a score, which may be parts of the scattered one.
@@ -217,13 +208,10 @@ class Written:
             parts = list(self.scatter.users)
         else:
             raise Mismatch("indices of scores of -inf that are other ones")
-        if any(sizes(part) != scores or (part is not self.scatter and not self._is_begin(part)) for part in parts):
+        slices = [slice_of(part) for part in parts if part is not self.scatter]
+        if any(sizes(part) != scores for part in parts) or any(part is None or part.start != 0 for part in slices):
             raise Mismatch("a mask of more entries than scores")
         return parts
-
-    def _is_begin(self, part: fx.Node) -> bool:
-        is_slice = part.target is aten.slice.Tensor and argument(part, 4, "step") in (None, 1)
-        return is_slice and argument(part, 2, "start") in (None, 0)
 
 
 def _indices(node: fx.Node) -> tuple[fx.Node, sympy.Expr | None] | None:
@@ -232,20 +220,17 @@ def _indices(node: fx.Node) -> tuple[fx.Node, sympy.Expr | None] | None:
         return _indices(node.args[0])
     if node.target is operator.getitem and node.args[0].target is aten.topk.default and node.args[1] == 1:
         return node.args[0], None
-    if node.target in MASKED_FILLS:
-        source, condition, filler = node.args[:3]
-    elif node.target is aten.where.self:
-        condition, filler, source = node.args
-    else:
+    if (selected := where_of(node)) is None:
         return None
-    found = _indices(source)
+    condition, filler, source = selected
+    topk, _ = _indices(source) or (None, None)
     is_size = isinstance(filler, fx.Node) and not isinstance(filler.meta["val"], torch.Tensor)
     number = filler.meta["val"] if is_size else number_of(filler)
     if isinstance(number, float):
         number = int(number) if number.is_integer() else None
-    if found is None or number is None or not _is_none(condition, found[0]):
+    if topk is None or number is None or not _is_none(condition, topk):
         return None
-    return found[0], expression(number)
+    return topk, expression(number)
 
 
 def _is_none(condition: fx.Node, topk: fx.Node) -> bool:
@@ -256,8 +241,8 @@ def _is_none(condition: fx.Node, topk: fx.Node) -> bool:
     is_equality = condition.target in (aten.eq.Scalar, aten.eq.Tensor)
     if compared.target is operator.getitem and compared.args == (topk, 0):
         return is_equality and number == -math.inf
-    found = _indices(compared)  # a negative index is that of such a score
-    if found is None or found[0] is not topk or found[1] is None or number is None or not found[1].is_Integer:
+    source, index = _indices(compared) or (None, None)  # a negative index is that of such a score
+    if source is not topk or index is None or number is None or not index.is_Integer:
         return False
-    none = int(found[1])
+    none = int(index)
     return (none == number and number < 0) if is_equality else (none < number <= 0)

@@ -21,8 +21,8 @@ from torch import fx
 from dta_compile.ops.attention import Masking
 from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, CHOSEN, Choosing
 from dta_compile.ops.scoring import Scoring
-from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import behind, call, constructed, descendants, erase_unused
+from dta_compile.passes.graphs.arguments import argument
+from dta_compile.passes.graphs.nodes import behind, call, column, constructed, descendants, erase_unused
 from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS, aten
 from dta_compile.passes.lowering.attention.blocks import Blocks, Written, operand_of_blocks
 from dta_compile.passes.lowering.attention.dimensions import Attention
@@ -66,7 +66,7 @@ def recognise_choices(graph: fx.Graph, weights: Collection[fx.Node]) -> None:
         topk, leaves_out = written.topk, written.none is not None
         try:
             with graph.inserting_before(node):
-                if (topk, leaves_out) not in choices and (leaves_out or not _takes_all(topk)):
+                if (topk, leaves_out) not in choices and (leaves_out or _count(topk) != sizes(topk.args[0])[-1]):
                     choices[topk, leaves_out] = _Choice(topk, of_data, leaves_out).replaced(arranger, weights)
                 choice = choices.get((topk, leaves_out))
                 for visible in written.visible():
@@ -74,11 +74,6 @@ def recognise_choices(graph: fx.Graph, weights: Collection[fx.Node]) -> None:
         except Mismatch as mismatch:
             topk.meta["unrecognised_choice"] = str(mismatch)
     erase_unused(graph)
-
-
-def _takes_all(topk: fx.Node) -> bool:
-    """Return whether all entries are chosen, where a guard says that there are few of them."""
-    return _count(topk) == sizes(topk.args[0])[-1]
 
 
 def _count(topk: fx.Node) -> sympy.Expr:
@@ -199,10 +194,8 @@ class _Choice:
         other, dims = Arranged.of(node.args[-1 if is_left else -2]), self.scores.dims
         if node.target is aten.baddbmm.default:
             raise Mismatch("something added to index scores")
-        for one, another in zip(dims[:-2], other.dims[:-2], strict=True):
-            unify(one, another)
         summed, kept = (-1, -2) if is_left else (-2, -1)
-        unify(dims[summed], other.dims[kept])
+        unify([*dims[:-2], dims[summed]], [*other.dims[:-2], other.dims[kept]])
         if leaves(other.dims[summed]):
             raise Mismatch("several index scores of a key")
         self.by_head, self.weights, ends = dims, other, [dims[kept], other.dims[summed]]
@@ -210,7 +203,7 @@ class _Choice:
 
     def _summed(self, node: fx.Node) -> None:
         """Apply a sum over heads."""
-        dims, keeps = self.scores.dims, argument(node, 2, "keepdim")
+        dims, keeps = self.scores.dims, argument(node, "keepdim")
         if self.scores.is_changed or not self.is_positive:
             raise Mismatch("a sum of scores that are masked, or may be negative")
         self.by_head = dims
@@ -221,7 +214,7 @@ class _Choice:
         """Insert the call that makes the choice, `[B, 1, S, count]`."""
         scores = self.scores
         key = scores.dims[-1]
-        keys = next((one for one in (scores.left, scores.right) if all(map(one.has, leaves(key)))), scores.right)
+        keys = next((side for side in (scores.left, scores.right) if all(map(side.has, leaves(key)))), scores.right)
         attention = Attention.over(scores, keys, [], key, scores.dims if self.by_head is None else self.by_head, [])
         batch, heads, token, last = attention.batch, attention.heads, attention.token, attention.key
         by_head = self.by_head is None and self.weights is None
@@ -236,11 +229,7 @@ class _Choice:
         query, scale = rewrite._scaled_query()
         keys = arranger.arrange(attention.keys, [batch, attention.kv_heads, [last], leaves(scores.depth)])
         dims = [batch, heads, [token], list[Any]()]
-        if self.weights is None:
-            one = call(arranger.graph, aten.slice.Tensor, query, 3, 0, 1)
-            of_heads = call(arranger.graph, aten.full_like.default, one, 1.0)
-        else:
-            of_heads = arranger.arrange(self.weights, dims)
+        of_heads = column(query, 1.0) if self.weights is None else arranger.arrange(self.weights, dims)
         operands = (call(arranger.graph, aten.detach.default, value) for value in (query, of_heads, keys))
         masking = Masking(rewrite._mask(query.meta["val"].dtype), False, None, 0, Scoring(scale))
         how = Choosing(self.count, self.blocks.size, self.is_positive, by_head, self.leaves_out)

@@ -9,7 +9,7 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_MIXER, Masking
-from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.graphs.arguments import slice_of
 from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, DROPOUTS, MASKED_FILLS, aten
 from dta_compile.passes.lowering.attention.factors import MOVES, Arranged, Dim, Factor, Mismatch, leaves, moved, unify
 from dta_compile.passes.lowering.attention.scores import PathTo, Scores
@@ -68,16 +68,16 @@ class Attention:
         (last,) = leaves(key)
         left, right = scores.left, scores.right
         query, keys = (left, right) if right.has(last) else (right, left)
-        every = [keys, *(one.right if one.right.has(last) else one.left for one in scores.further)]
+        every = [keys, *(more.right if more.right.has(last) else more.left for more in scores.further)]
         others = [leaf for leaf in leaves([part for dim in weights for part in dim]) if leaf is not last]
-        tokens = [leaf for leaf in others if leaf.size == last.size and not any(one.has(leaf) for one in every)]
+        tokens = [leaf for leaf in others if leaf.size == last.size and not any(side.has(leaf) for side in every)]
         if len(tokens) != 1 or not query.has(tokens[0]):
             raise Mismatch("other queries than keys, or other dimensions than those of sequences, heads and tokens")
         heads = [leaf for leaf in others if leaf is not tokens[0]]
         batch = [leaf for leaf in heads if leaf.size.free_symbols]
         if len(batch) > 1:
             raise Mismatch("several dimensions of sequences or heads whose sizes are no numbers")
-        kv_heads = [leaf for leaf in heads if leaf not in batch and any(one.has(leaf) for one in (*every, values))]
+        kv_heads = [leaf for leaf in heads if leaf not in batch and any(side.has(leaf) for side in (*every, values))]
         heads = [*kv_heads, *(leaf for leaf in heads if leaf not in batch and leaf not in kv_heads)]
         return cls(scores, query, keys, values, batch, kv_heads, heads, tokens[0], last, features, out, is_causal)
 
@@ -101,11 +101,8 @@ class Attention:
         values = Arranged.of(weighing.args[1 if is_left else 0])
         *outer, rows, columns = weights
         *others, upper, lower = values.dims
-        for one, other in zip(outer, others, strict=True):
-            unify(one, other)
         summed, of_values, features = (columns, upper, lower) if is_left else (rows, lower, upper)
-        unify(summed, of_values)
-        unify(summed, key)
+        unify([*outer, summed, summed], [*others, of_values, key])
         out = [*outer, rows, features] if is_left else [*outer, features, columns]
         return cls.over(scores, values, features, key, weights, out)
 
@@ -116,12 +113,9 @@ class Attention:
         masking = Masking.of(ATTENTION_MIXER, node.args)
         batch, heads, tokens, depth = query.dims
         batch_of_keys, kv_heads, key, depth_of_keys = keys.dims
-        unify(depth, depth_of_keys)
-        for of_keys, of_values in zip(keys.dims[:3], values.dims[:3], strict=True):
-            unify(of_keys, of_values)
-        unify(batch, batch_of_keys)
+        unify([depth, *keys.dims[:3], batch], [depth_of_keys, *values.dims[:3], batch_of_keys])
         groups = sizes(node.args[0])[1] / sizes(node.args[1])[1]
-        unify(heads, kv_heads if groups == 1 else [*kv_heads, Factor(groups)])
+        unify([heads], [kv_heads if groups == 1 else [*kv_heads, Factor(groups)]])
         dims = [batch, heads, tokens, key]
         scale, cap = masking.scoring.scale, masking.scoring.softcap or None
         scores = Scores(node, query, keys, depth, dims, scale / (cap or 1.0), cap)
@@ -167,8 +161,6 @@ def _behind(scores: Scores, steps: list[fx.Node], softmax: fx.Node, dim: int) ->
 
 def _require_keys(scores: Scores, node: fx.Node, source: fx.Node, dim: int) -> None:
     """Raise `Mismatch` unless a slice cuts off the column of sinks alone."""
-    start = argument(node, 2, "start") or 0
-    is_along = (argument(node, 1, "dim") or 0) % len(sizes(node)) == dim
-    is_rest = start == (1 if scores.has_sinks_in_front else 0)
-    if not (is_along and is_rest and sizes(source)[dim] - sizes(node)[dim] == 1):
+    is_rest = slice_of(node) == (source, dim, int(scores.has_sinks_in_front))
+    if not is_rest or sizes(source)[dim] - sizes(node)[dim] != 1:
         raise Mismatch("another part of the weights than those of keys")

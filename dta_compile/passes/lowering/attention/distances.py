@@ -15,13 +15,13 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.axes.shape_rules import Labels, labelled_source, labels_in
+from dta_compile.passes.graphs.arguments import argument, sum_of, where_of
 from dta_compile.passes.graphs.nodes import call, constructed, filled_with, is_float, raised
 from dta_compile.passes.graphs.operators import (
     CASTS,
     COPIES,
-    MASKED_FILLS,
+    DIFFERENCES,
     MAYBE_COPIES,
     PRODUCTS,
     QUOTIENTS,
@@ -38,12 +38,7 @@ from dta_compile.proofs.mask_class import FORBIDDEN
 Slope: TypeAlias = float | fx.Node  # a node has the dimensions of the value, those of queries and keys with size 1
 Affine = tuple[sympy.Expr, sympy.Expr, sympy.Expr]  # a * q + b * k + c
 
-CLAMPS = {
-    aten.clamp_min.default: (1, None),
-    aten.clamp_max.default: (None, 1),
-    aten.clamp.default: (1, 2),
-    aten.relu.default: (None, None),
-}
+CLAMPS = frozenset({aten.clamp_min.default, aten.clamp_max.default, aten.clamp.default, aten.relu.default})
 
 
 class Distances:
@@ -65,15 +60,11 @@ class Distances:
             return None, slope
         if self._rounds(node):
             return None
-        target = node.target
-        if (
-            target in SUMS
-            and all(isinstance(arg, fx.Node) and has_tensor(arg) for arg in node.args[:2])
-            and argument(node, 2, "alpha") in (None, 1)
-        ):
-            return self._sum(node, labels)
-        if target is aten.where.self or target in MASKED_FILLS:
-            return self._filled(node, labels)
+        target, added = node.target, sum_of(node)
+        if added is not None and all(isinstance(arg, fx.Node) and has_tensor(arg) for arg in added[:2]):
+            return self._sum(node, *added, labels)
+        if (selected := where_of(node)) is not None:
+            return self._filled(node, *selected, labels)
         if (moved := self._source(node, labels)) is not None:
             source, before = moved
             if (parts := self.split(source, before)) is not None:
@@ -88,33 +79,35 @@ class Distances:
     def _with_slope(self, rest: fx.Node | None, slope: Slope | None) -> tuple[fx.Node | None, Slope] | None:
         return None if slope is None else (rest, slope)
 
-    def _sum(self, node: fx.Node, labels: Labels) -> tuple[fx.Node | None, Slope] | None:
-        one, other = node.args[:2]
-        parts = [self.split(arg, labels_in(arg, labels)) for arg in (one, other)]
+    def _sum(
+        self, node: fx.Node, first: fx.Node, second: fx.Node, sign: int, labels: Labels
+    ) -> tuple[fx.Node | None, Slope] | None:
+        parts = [self.split(arg, labels_in(arg, labels)) for arg in (first, second)]
         if parts == [None, None]:
             return None
-        (left, slope), (right, further) = (part or (arg, 0.0) for part, arg in zip(parts, (one, other), strict=True))
+        (left, slope), (right, further) = (part or (arg, 0.0) for part, arg in zip(parts, (first, second), strict=True))
         dtype = node.meta["val"].dtype  # bool is no number, and small integers have no sign
         left, right = (None if rest is None else cast(rest, dtype) for rest in (left, right))
         if right is None:
             rest = left
         elif left is None:
-            rest = call(self.graph, aten.neg.default, right) if "sub" in str(node.target) else right
+            rest = call(self.graph, aten.neg.default, right) if sign < 0 else right
         else:
             rest = call(self.graph, node.target, left, right)
         rest = None if rest is None else self._raised(rest, node)
         return self._with_slope(rest, self._combined(node, slope, further))
 
-    def _filled(self, node: fx.Node, labels: Labels) -> tuple[fx.Node | None, Slope] | None:
+    def _filled(
+        self, node: fx.Node, condition: fx.Node, value: Any, other: Any, labels: Labels
+    ) -> tuple[fx.Node | None, Slope] | None:
         """Split a bias that is filled where keys are hidden; the rest is filled likewise."""
-        index = 0 if node.target in MASKED_FILLS else next((i for i in (1, 2) if hides(node.args[3 - i])), 0)
-        filler = node.args[2] if node.target in MASKED_FILLS else node.args[3 - index] if index else None
-        source = node.args[index]
-        if filler is None or not hides(filler) or (parts := self.split(source, labels_in(source, labels))) is None:
+        source = other if hides(value) else value
+        parts = self.split(source, labels_in(source, labels)) if hides(value) or hides(other) else None
+        if parts is None:
             return None
         rest, slope = parts
         rest = self._zero(source) if rest is None else rest
-        args = [rest if i == index else arg for i, arg in enumerate(node.args)]
+        args = [rest if arg is source else arg for arg in node.args]
         rest = self._raised(call(self.graph, node.target, *args, **node.kwargs), node)
         return self._with_slope(rest, self._raised(slope, node))
 
@@ -134,8 +127,8 @@ class Distances:
         if (moved := self._source(node, labels)) is not None:
             slope = self._slope(*moved)
             return None if slope is None else self._moved(node, slope, labels)
-        if node.target in SUMS and argument(node, 2, "alpha") in (None, 1):
-            slopes = [self._slope(arg, labels_in(arg, labels)) for arg in node.args[:2]]
+        if (added := sum_of(node)) is not None:
+            slopes = [self._slope(arg, labels_in(arg, labels)) for arg in added[:2]]
             return None if None in slopes else self._combined(node, *slopes)
         if node.target is aten.neg.default:
             return self._times(self._slope(node.args[0], labels), -1.0, node)
@@ -169,17 +162,17 @@ class Distances:
             factor = call(self.graph, aten.reciprocal.default, factor)
         return call(self.graph, aten.mul.Scalar, factor, slope)
 
-    def _combined(self, node: fx.Node, one: Slope, other: Slope) -> Slope:
+    def _combined(self, node: fx.Node, left: Slope, right: Slope) -> Slope:
         """Return the slope of a sum, or of a difference if the node is one."""
-        if "sub" in str(node.target):
-            other = call(self.graph, aten.neg.default, other) if isinstance(other, fx.Node) else -other
-        one, other = self._raised(one, node), self._raised(other, node)
-        if not isinstance(one, fx.Node):
-            one, other = other, one
-        if not isinstance(one, fx.Node):
-            return one + other
-        target = aten.add.Tensor if isinstance(other, fx.Node) else aten.add.Scalar
-        return one if other == 0 else call(self.graph, target, one, other)
+        if node.target in DIFFERENCES:
+            right = call(self.graph, aten.neg.default, right) if isinstance(right, fx.Node) else -right
+        left, right = self._raised(left, node), self._raised(right, node)
+        if not isinstance(left, fx.Node):
+            left, right = right, left
+        if not isinstance(left, fx.Node):
+            return left + right
+        target = aten.add.Tensor if isinstance(right, fx.Node) else aten.add.Scalar
+        return left if right == 0 else call(self.graph, target, left, right)
 
     def _raised(self, slope: Slope, node: fx.Node) -> Slope:
         """Prepend dimensions of size 1 up to the rank of a node that the value of `slope` is broadcast to."""
@@ -207,7 +200,7 @@ class Distances:
         return labelled_source(node, labels)
 
     def _rounds(self, node: fx.Node) -> bool:
-        """Whether the dtype of a value has less digits than scores have."""
+        """Return whether the dtype of a value has fewer digits than scores have."""
         return is_float(node) and node.meta["val"].dtype.itemsize < max(self.dtype.itemsize, 4)
 
     def _affine(self, node: Any, labels: Labels) -> Affine | None:
@@ -224,7 +217,7 @@ class Distances:
         return value if is_exact or not self._rounds(node) else None
 
     def _of_numbers(self, node: fx.Node, labels: Labels) -> Affine | None:
-        """The same of a tensor, if it is not rounded."""
+        """Return a tensor as an affine function, if it is not rounded."""
         zero = sympy.Integer(0)
         if node.target in RANGES:
             return _range(node, labels)
@@ -232,26 +225,24 @@ class Distances:
             return zero, zero, sympy.sympify(number)
         if (moved := self._source(node, labels)) is not None:
             return self._affine(*moved)
-        if node.target in (aten.abs.default, *CLAMPS):
+        if node.target in CLAMPS | {aten.abs.default}:
             return self._bent(node, labels)
         if node.target is aten.neg.default:
             return _scaled(self._affine(node.args[0], labels), -1)
-        if node.target not in SUMS | PRODUCTS | QUOTIENTS | {aten.rsub.Scalar} or argument(node, 2, "alpha") not in (
-            None,
-            1,
-        ):
+        is_known = node.target in SUMS | PRODUCTS | QUOTIENTS | {aten.rsub.Scalar}
+        if not is_known or argument(node, "alpha") not in (None, 1):
             return None
-        one, other = (self._affine(arg, labels_in(arg, labels)) for arg in node.args[:2])
-        if one is None or other is None:
+        left, right = (self._affine(arg, labels_in(arg, labels)) for arg in node.args[:2])
+        if left is None or right is None:
             return None
         if node.target in SUMS:
-            return _added(one, _scaled(other, -1 if "sub" in str(node.target) else 1))
+            return _added(left, _scaled(right, -1 if node.target in DIFFERENCES else 1))
         if node.target is aten.rsub.Scalar:
-            return _added(other, _scaled(one, -1))
-        if node.target in PRODUCTS and one[:2] == (0, 0):
-            one, other = other, one
-        is_number = other[:2] == (0, 0) and other[2].is_number and (node.target in PRODUCTS or other[2] != 0)
-        return _scaled(one, 1 / other[2] if node.target in QUOTIENTS else other[2]) if is_number else None
+            return _added(right, _scaled(left, -1))
+        if node.target in PRODUCTS and left[:2] == (0, 0):
+            left, right = right, left
+        is_number = right[:2] == (0, 0) and right[2].is_number and (node.target in PRODUCTS or right[2] != 0)
+        return _scaled(left, 1 / right[2] if node.target in QUOTIENTS else right[2]) if is_number else None
 
     def _bent(self, node: fx.Node, labels: Labels) -> Affine | None:
         """Return the absolute value of a multiple of `q - k`, or its clamp at zero."""
@@ -270,9 +261,7 @@ class Distances:
 
 def bounds_of(node: fx.Node) -> tuple[Any, Any]:
     """Return the least and the largest number that one of `CLAMPS` gives; None: it has no such bound."""
-    names = zip(CLAMPS[node.target], ("min", "max"), strict=True)
-    low, high = (None if at is None else argument(node, at, name) for at, name in names)
-    return 0 if node.target is aten.relu.default else low, high
+    return 0 if node.target is aten.relu.default else argument(node, "min"), argument(node, "max")
 
 
 def _varies(arg: Any, labels: Labels) -> set[str | None]:
@@ -286,10 +275,8 @@ def hides(filler: Any) -> bool:
 
 
 def _range(node: fx.Node, labels: Labels) -> Affine | None:
-    start, step = (0, 1)
-    if node.target is not aten.arange.default:
-        start, step = node.args[0], argument(node, 2, "step") or 1
-    if step != 1 or labels[0] is None:
+    start = argument(node, "start") or 0
+    if argument(node, "step") not in (None, 1) or labels[0] is None:
         return None
     start = expression(start.meta["val"]) if isinstance(start, fx.Node) else sympy.sympify(start)
     return sympy.Integer(labels[0] == "q"), sympy.Integer(labels[0] == "k"), start
@@ -299,8 +286,8 @@ def _scaled(value: Affine | None, by: Any) -> Affine | None:
     return None if value is None else (value[0] * by, value[1] * by, value[2] * by)
 
 
-def _added(one: Affine, other: Affine | None) -> Affine | None:
-    return None if other is None else (one[0] + other[0], one[1] + other[1], sympy.expand(one[2] + other[2]))
+def _added(left: Affine, right: Affine | None) -> Affine | None:
+    return None if right is None else (left[0] + right[0], left[1] + right[1], sympy.expand(left[2] + right[2]))
 
 
 def labels_of(dims: Sequence[Any], query: Any, key: Any) -> Labels:

@@ -8,16 +8,17 @@ share makes their factors the same (`unify`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.axes.shape_rules import order_of
-from dta_compile.passes.graphs.nodes import SizeNodes, call, filled_with
+from dta_compile.passes.graphs.arguments import operand_dims
+from dta_compile.passes.graphs.nodes import SizeNodes, call, copy_stack_trace, erase_unused, filled_with
 from dta_compile.passes.graphs.operators import (
     CASTS,
     COPIES,
@@ -27,7 +28,6 @@ from dta_compile.passes.graphs.operators import (
     PRODUCTS,
     QUOTIENTS,
     RESHAPES,
-    SQUEEZES,
     TRANSPOSITIONS,
     aten,
 )
@@ -62,9 +62,14 @@ def leaves(dim: Iterable[Factor]) -> Dim:
     return [leaf for factor in dim for leaf in (leaves(factor.parts) if factor.parts else [factor])]
 
 
-def unify(one: Dim, other: Dim) -> None:
-    """Make the factors of two dimensions the same, splitting factors of both; raises `Mismatch`."""
-    left, right = leaves(one), leaves(other)
+def unify(dims: Iterable[Dim], others: Iterable[Dim]) -> None:
+    """Make the factors of each dimension those of the other one at its place, splitting both; raises `Mismatch`."""
+    for dim, other in zip(dims, others, strict=True):
+        _unify(dim, other)
+
+
+def _unify(dim: Dim, other: Dim) -> None:
+    left, right = leaves(dim), leaves(other)
     while left and right:
         a, b = left.pop(0), right.pop(0)
         if a is b:
@@ -103,26 +108,13 @@ def product(dim: Iterable[Factor]) -> sympy.Expr:
 
 def moved(node: fx.Node, dims: list[Dim]) -> list[Dim]:
     """Return the dimensions of a node of `MOVES`, given those of its operand; raises `Mismatch`."""
-    target, rank = node.target, len(dims)
-    if target in RESHAPES:
+    if node.target in RESHAPES:
         return _regrouped([factor for dim in dims for factor in dim], sizes(node))
-    if target in TRANSPOSITIONS:
-        return [dims[dim] for dim in order_of(node, rank)]
-    if target is aten.unsqueeze.default:
-        axis = node.args[1] % (rank + 1)
-        return [*dims[:axis], [], *dims[axis:]]
-    if target in SQUEEZES:
-        chosen = node.args[1] if len(node.args) > 1 else range(rank)
-        chosen = {dim % rank for dim in ([chosen] if isinstance(chosen, int) else chosen)}
-        return [dim for i, dim in enumerate(dims) if dim or i not in chosen]
-    if target is aten.expand.default:
-        after = sizes(node)
-        before: list[Dim] = [[] for _ in range(len(after) - rank)]
-        return [
-            [Factor(size)] if not dim and size != 1 else dim for dim, size in zip([*before, *dims], after, strict=True)
-        ]
-    if target is aten.repeat.default:
-        before = [[] for _ in range(len(node.args[1]) - rank)]
+    if (own := operand_dims(node)) is not None:
+        new = [[] if size == 1 else [Factor(size)] for size in sizes(node)]
+        return [new[i] if dim is None else dims[dim] for i, dim in enumerate(own)]
+    if node.target is aten.repeat.default:
+        before: list[Dim] = [[] for _ in range(len(node.args[1]) - len(dims))]
         times = [sizes(node)[i] / product(dim) for i, dim in enumerate([*before, *dims])]
         return [dim if n == 1 else [Factor(n), *dim] for dim, n in zip([*before, *dims], times, strict=True)]
     if _is_part(node):
@@ -191,8 +183,7 @@ class Arranged:
         inner = [[] if size == 1 else dim for size, dim in zip(shape, dims[len(dims) - len(shape) :], strict=True)]
         try:
             value = cls.of(node)
-            for one, other in zip(value.dims, inner, strict=True):
-                unify(one, other)
+            unify(value.dims, inner)
         except Mismatch:  # sizes that only a guard makes equal
             return cls(node, inner, inner)
         return value
@@ -222,6 +213,24 @@ def number_of(value: Any) -> float | None:
 
 def _is_part(node: fx.Node) -> bool:
     return node.target is aten.slice.Tensor and sizes(node) != sizes(node.args[0])
+
+
+def product_dims(left: Arranged, right: Arranged) -> tuple[list[Dim], Dim, Dim, Dim]:
+    """Return the outer dimensions, rows, summed dimension and columns of a product; raises `Mismatch`."""
+    *outer, rows, depth = left.dims
+    *others, other_depth, columns = right.dims
+    unify([*outer, depth], [*others, other_depth])
+    return outer, rows, depth, columns
+
+
+def rewrite_products(graph: fx.Graph, rewrite: Callable[[Arranger, fx.Node], None]) -> None:
+    """Apply a rewriting to the batched products of a graph; those for which it raises `Mismatch` are left."""
+    arranger = Arranger(graph)
+    for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
+        with graph.inserting_before(node), contextlib.suppress(Mismatch):
+            rewrite(arranger, node)
+            copy_stack_trace(node)
+    erase_unused(graph)
 
 
 class Arranger:

@@ -11,8 +11,8 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.axes.shape_rules import Labels, labelled_source, labels_in, reshape_groups
+from dta_compile.passes.graphs.arguments import argument, dim_of, slice_of
 from dta_compile.passes.graphs.nodes import is_pointwise
 from dta_compile.passes.graphs.operators import (
     CASTS,
@@ -51,7 +51,7 @@ def operands_of(node: fx.Node, labels: Labels) -> Operands | None:
     if node.target in MATRIX_PRODUCTS:
         *added, left, right = node.args
         of_left, of_right = (*labels[:-1], None), (*labels[:-2], None, labels[-1])
-        return [*((one, labels_in(one, labels)) for one in added), (left, of_left), (right, of_right)]
+        return [*((arg, labels_in(arg, labels)) for arg in added), (left, of_left), (right, of_right)]
     if node.target in TOTALS or node.target in SQUEEZES:
         return _without_dims(node, labels)
     if node.target is aten.embedding.default and labels[-1] is None:
@@ -60,7 +60,7 @@ def operands_of(node: fx.Node, labels: Labels) -> Operands | None:
         return _indexed(node, labels)
     if node.target is aten.select.int:
         return [(source, _spread(labels, [node.args[1]], len(labels) + 1))]
-    if node.target in (aten.slice.Tensor, aten.cat.default) and labels[argument(node, 1, "dim") or 0] is None:
+    if node.target in (aten.slice.Tensor, aten.cat.default) and labels[dim_of(node)] is None:
         return [(part, labels) for part in (source if node.target is aten.cat.default else [source])]
     return None
 
@@ -70,7 +70,7 @@ def cut_from(node: fx.Node, labels: Labels) -> tuple[fx.Node, Labels] | None:
     further ones of both, whose pairs are as far apart. None for other nodes."""
     if node.op != "call_function" or node.target not in (aten.slice.Tensor, aten.index_select.default):
         return None
-    source, dim = node.args[0], argument(node, 1, "dim") or 0
+    source, dim = node.args[0], dim_of(node)
     if labels[dim] not in ("q", "k"):
         return None
     if node.target is aten.index_select.default:
@@ -81,17 +81,15 @@ def cut_from(node: fx.Node, labels: Labels) -> tuple[fx.Node, Labels] | None:
         return source, labels
     if source.target is not aten.slice.Tensor or start is None or _start(source) != start:
         return None
-    dims, shape = {dim % len(labels), (argument(source, 1, "dim") or 0) % len(labels)}, sizes(source.args[0])
+    dims, shape = {dim, dim_of(source)}, sizes(source.args[0])
     are_both = {labels[dim] for dim in dims} == {"q", "k"} and len({shape[dim] for dim in dims}) == 1
     return (source.args[0], labels) if are_both else None
 
 
 def _start(node: fx.Node) -> sympy.Expr | None:
     """Return the first index of a slice of adjacent entries, as it is written."""
-    if argument(node, 4, "step") not in (None, 1):
-        return None
-    start = argument(node, 2, "start") or 0
-    return expression(value_of(start))
+    part = slice_of(node)
+    return None if part is None else expression(value_of(part.start))
 
 
 def _spread(labels: Labels, dims: Collection[int], rank: int) -> Labels:
@@ -109,7 +107,7 @@ def _without_dims(node: fx.Node, labels: Labels) -> Operands | None:
         return None
     if node.target in SQUEEZES:
         dims = [dim for dim in dims if shape[dim] == 1]
-    elif argument(node, 2, "keepdim"):
+    elif argument(node, "keepdim"):
         return None if any(labels[dim] for dim in dims) else [(source, labels)]
     return [(source, _spread(labels, dims, len(shape)))]
 
@@ -132,17 +130,17 @@ def _regrouped(node: fx.Node, labels: Labels) -> tuple[fx.Node, Labels] | None:
     if node.target not in RESHAPES:
         return None
     source = node.args[0]
-    before, after = (tuple(map(_divided, sizes(one))) for one in (source, node))
+    before, after = (tuple(map(_divided, sizes(value))) for value in (source, node))
     own: list[str | None] = [None] * len(before)
     for group_in, group_out in reshape_groups(before, after):
-        ins, found = [i for i in group_in if before[i] != 1], over(tuple(labels[j] for j in group_out))
-        if not found:
+        ins, names = [i for i in group_in if before[i] != 1], over(tuple(labels[j] for j in group_out))
+        if not names:
             continue
         outs = [j for j in group_out if after[j] != 1]
         if len(ins) == 1 and all(labels[j] for j in outs):
-            own[ins[0]] = found
-        elif len(ins) == len(found) == 2 and len(outs) == 1 and before[ins[0]] == before[ins[1]]:
-            own[ins[0]], own[ins[1]] = found[0], found[1]
+            own[ins[0]] = names
+        elif len(ins) == len(names) == 2 and len(outs) == 1 and before[ins[0]] == before[ins[1]]:
+            own[ins[0]], own[ins[1]] = names[0], names[1]
         else:
             return None
     return source, tuple(own)

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.axes.shape_rules import Labels, labels_in
-from dta_compile.passes.graphs.nodes import call, filled_with, is_float
-from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, RESHAPES, SUMS, aten
+from dta_compile.passes.graphs.arguments import sum_of, where_of
+from dta_compile.passes.graphs.nodes import call, column, filled_with, is_float
+from dta_compile.passes.graphs.operators import CASTS, RESHAPES, aten
 from dta_compile.passes.lowering.attention.distances import CLAMPS, Distances, Slope, bounds_of
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.symbols import expression, sizes
@@ -74,16 +74,16 @@ class Profiles(Distances):
         return False  # entries are moved, not computed
 
     def _own(self, node: fx.Node, labels: Labels) -> Slope | None:
-        if labels.count("k") == 1 and is_float(node):
-            if node.target is aten.gather.default:
-                return self._gathered(node, labels)
-            if node.target is aten.where.self or node.target in MASKED_FILLS:
-                return self._cut(node, labels)
-        return None
+        if labels.count("k") != 1 or not is_float(node):
+            return None
+        if node.target is aten.gather.default:
+            return self._gathered(node, labels)
+        selected = where_of(node)
+        return None if selected is None else self._cut(node, *selected, labels)
 
-    def _combined(self, node: fx.Node, one: Slope, other: Slope) -> Slope | None:
-        both = isinstance(one, fx.Node) and isinstance(other, fx.Node)
-        return None if both else super()._combined(node, one, other)
+    def _combined(self, node: fx.Node, left: Slope, right: Slope) -> Slope | None:
+        both = isinstance(left, fx.Node) and isinstance(right, fx.Node)
+        return None if both else super()._combined(node, left, right)
 
     def _moved(self, node: fx.Node, slope: Slope, labels: Labels) -> Slope | None:
         return None if node.target in RESHAPES and slope else super()._moved(node, slope, labels)
@@ -109,14 +109,10 @@ class Profiles(Distances):
         part = call(self.graph, aten.slice.Tensor, source, axis, min(values), max(values) + 1)
         return part if step == 1 else call(self.graph, aten.flip.default, part, [axis])
 
-    def _cut(self, node: fx.Node, labels: Labels) -> Slope | None:
+    def _cut(self, node: fx.Node, condition: fx.Node, value: Any, other: Any, labels: Labels) -> Slope | None:
         """Return the profile of a value that is zero from some distance on."""
-        if node.target in MASKED_FILLS:
-            kept, condition, filler, hides = node.args[0], node.args[1], node.args[2], True
-        else:
-            condition, kept, filler = node.args
-            hides = number_of(kept) == 0
-            kept, filler = (filler, kept) if hides else (kept, filler)
+        hides = number_of(value) == 0
+        kept, filler = (other, value) if hides else (value, other)
         function = self._function(condition, labels_in(condition, labels))
         if number_of(filler) != 0 or function is None or sizes(kept) != sizes(node):
             return None
@@ -129,8 +125,7 @@ class Profiles(Distances):
         if not all(is_zero[count:]) or not 0 < count <= int(sizes(profile)[axis]):
             return None
         first = call(self.graph, aten.slice.Tensor, profile, axis, 0, count)
-        last = call(self.graph, aten.full_like.default, call(self.graph, aten.slice.Tensor, first, axis, 0, 1), 0.0)
-        return call(self.graph, aten.cat.default, [first, last], axis)
+        return call(self.graph, aten.cat.default, [first, column(first, 0.0, axis)], axis)
 
     def _function(self, node: Any, labels: Labels) -> OfDistance | None:
         """Return a number or a truth value as a function of the distance alone; None if it is none."""
@@ -152,21 +147,19 @@ class Profiles(Distances):
         if node.target in NEGATIONS and node.meta["val"].dtype is torch.bool:
             inner = self._function(node.args[0], labels)
             return inner and OfDistance(tuple(not value for value in inner.values))
-        if node.target not in SUMS | COMPARISONS.keys() | OF_TRUTH.keys() or argument(node, 2, "alpha") not in (
-            None,
-            1,
-        ):
+        added = sum_of(node)
+        if added is None and node.target not in COMPARISONS.keys() | OF_TRUTH.keys():
             return None
-        one, other = (self._function(arg, labels_in(arg, labels)) for arg in node.args[:2])
-        if one is None or other is None:
+        left, right = (self._function(arg, labels_in(arg, labels)) for arg in node.args[:2])
+        if left is None or right is None:
             return None
         if node.target in OF_TRUTH:
-            is_bool = all(isinstance(value, bool) for value in (*one.values, *other.values))
-            return one.joined(other, OF_TRUTH[node.target]) if is_bool else None
-        if node.target in SUMS:
-            sign = -1 if "sub" in str(node.target) else 1
-            return one.joined(other, lambda left, right: left + sign * right, one.slope + sign * other.slope)
-        less = one.joined(other, operator.sub, one.slope - other.slope)
+            is_bool = all(isinstance(value, bool) for value in (*left.values, *right.values))
+            return left.joined(right, OF_TRUTH[node.target]) if is_bool else None
+        if added is not None:
+            sign = added[2]
+            return left.joined(right, lambda a, b: a + sign * b, left.slope + sign * right.slope)
+        less = left.joined(right, operator.sub, left.slope - right.slope)
         settled = less.until(lambda value: value * less.slope > 0)
         compare = COMPARISONS[node.target]
         return settled and OfDistance(tuple(compare(value, 0) for value in settled.values))

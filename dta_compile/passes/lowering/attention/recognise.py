@@ -37,6 +37,7 @@ from dta_compile.passes.graphs.operators import (
     SUMS,
     aten,
 )
+from dta_compile.passes.graphs.subgraph import missing
 from dta_compile.passes.lowering.attention.bias_tables import Known, Tables
 from dta_compile.passes.lowering.attention.dimensions import CHANGES, Attention
 from dta_compile.passes.lowering.attention.distances import Distances
@@ -160,15 +161,8 @@ class _Search:
 
     def path_to(self, node: fx.Node) -> list[fx.Node] | None:
         """Return the path from the product to a node, both included; None if it is no function of scores."""
-        pending = [node]
-        while pending:
-            last = pending[-1]
-            missing = [arg for arg in self._operands(last) if arg not in self.known]
-            if last in self.known or not missing:
-                self.known.setdefault(last, self._path(last))
-                pending.pop()
-            else:
-                pending += missing
+        for step in missing(node, self.known, self._operands):
+            self.known[step] = self._path(step)
         return self.known[node]
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
@@ -177,7 +171,7 @@ class _Search:
 
     def are_weights(self, node: fx.Node) -> bool:
         """Return whether a node is a function of the softmax of scores."""
-        return any(one.target is aten._softmax.default for one in self.path_to(node) or ())
+        return any(step.target is aten._softmax.default for step in self.path_to(node) or ())
 
     def _path(self, node: fx.Node) -> list[fx.Node] | None:
         if node.target in SCORE_PRODUCTS:

@@ -20,7 +20,7 @@ from torch import fx
 
 from dta_compile.ops.attention import BIAS, CALLS, SINKS, TABLE, TOKEN_SINKS, Masking
 from dta_compile.ops.scoring import Scoring
-from dta_compile.passes.graphs.nodes import call, constructed, may_have_gradient
+from dta_compile.passes.graphs.nodes import call, column, constructed, may_have_gradient
 from dta_compile.passes.graphs.operators import aten
 from dta_compile.passes.lowering.attention.bias_tables import Known, Tables, by_depth
 from dta_compile.passes.lowering.attention.dimensions import Attention
@@ -60,24 +60,27 @@ class Rewrite:
         self.tables = functools.partial(Tables, weights=self.weights, known=known)
         self.call = functools.partial(call, arranger.graph)
         self.rows = {*attention.batch, attention.token}
+        self.queries = [attention.batch, attention.heads, [attention.token]]  # dimensions without features
 
     def run(self) -> None:
         """Insert the call, and replace the uses of the old result."""
-        found, scores = self.attention, self.attention.scores
+        attention, scores = self.attention, self.attention.scores
         biases = [mask for mask in scores.masks if self._is_of_keys(mask)]
         slopes = self._split(Distances) if self._takes_slopes() else []
         profiles, tables = self._split(Profiles), self._split(self.tables)
         if profiles and tables:
             raise Mismatch("biases by query and distance, and others by the distance alone")
         query, scale = self._scaled_query()
-        heads = found.heads if biases or slopes else found.kv_heads
-        keys = self.arranger.arrange(found.keys, [found.batch, heads, [found.key], leaves(scores.depth)])
+        heads = attention.heads if biases or slopes else attention.kv_heads
+        keys = self.arranger.arrange(attention.keys, [attention.batch, heads, [attention.key], leaves(scores.depth)])
         if scores.further or biases or slopes:
             query, keys, scale = *self._with_features(query, keys, scale, heads, biases, slopes), 1.0
-        values = self.arranger.arrange(found.values, [found.batch, heads, [found.key], leaves(found.features)])
+        values = self.arranger.arrange(
+            attention.values, [attention.batch, heads, [attention.key], leaves(attention.features)]
+        )
         dtype = torch.promote_types(query.meta["val"].dtype, values.meta["val"].dtype)
-        operands = [cast(one, dtype) for one in (query, keys, values)]
-        masking = Masking(self._mask(dtype), found.is_causal, None, 0, Scoring(scale, scores.cap or 0.0))
+        operands = [cast(operand, dtype) for operand in (query, keys, values)]
+        masking = Masking(self._mask(dtype), attention.is_causal, None, 0, Scoring(scale, scores.cap or 0.0))
         further = {}
         if scores.sinks is not None:
             by_token = bool(profiles or tables) or any(map(scores.sinks.has, self.rows))
@@ -88,8 +91,8 @@ class Rewrite:
         elif tables:
             further[TABLE] = self._table(tables)
         out = self.call(CALLS[tuple(further)], *operands, *further.values(), *masking.arguments)
-        dims = [found.batch, found.heads, [found.token], leaves(found.features)]
-        self._replace(self.node, found.out, Arranged(cast(out, self.node.meta["val"].dtype), dims, dims))
+        dims = [*self.queries, leaves(attention.features)]
+        self._replace(self.node, attention.out, Arranged(cast(out, self.node.meta["val"].dtype), dims, dims))
 
     def _sinks(self, sinks: Arranged, by_token: bool) -> fx.Node:
         """Return sinks `[H]`, or `[B, H, S, 1]` by token."""
@@ -102,15 +105,14 @@ class Rewrite:
 
     def _scaled_query(self) -> tuple[fx.Node, float]:
         """Return the query, multiplied by all factors of scores other than positive numbers, and the scale."""
-        found, scores = self.attention, self.attention.scores
+        attention, scores = self.attention, self.attention.scores
         scale = scores.scale * (scores.cap or 1.0)
-        tokens = [found.batch, found.heads, [found.token]]
-        query = self.arranger.arrange(found.query, [*tokens, leaves(scores.depth)])
+        query = self.arranger.arrange(attention.query, [*self.queries, leaves(scores.depth)])
         for target, by in scores.by:
             if isinstance(by, Arranged):
-                if by.has(found.key):
+                if by.has(attention.key):
                     continue  # see `_gated`
-                by = self.arranger.arrange(by, [*tokens, []], broadcast=True)
+                by = self.arranger.arrange(by, [*self.queries, []], broadcast=True)
             query = self.call(target, query, by)
         if scale <= 0:
             query, scale = self.call(aten.mul.Tensor, query, scale), 1.0
@@ -127,19 +129,19 @@ class Rewrite:
     ) -> tuple[fx.Node, fx.Node]:
         """Return query and keys with all features: `[-slope * q, slope, scale * query, further queries, 1]` and
         `[1, k, keys, further keys, bias]`; a bias more precise than the keys is split over several features."""
-        found, scores = self.attention, self.attention.scores
+        attention, scores = self.attention, self.attention.scores
         if scores.cap is not None and (biases or slopes):
             raise Mismatch("a bias of capped scores")
         queries, every = [query if scale == 1 else self.call(aten.mul.Tensor, query, scale)], [keys]
-        for one in scores.further:
-            of_query, of_keys = (one.left, one.right) if one.right.has(found.key) else (one.right, one.left)
-            depth, scale = leaves(one.depth), one.scale * (scores.cap or 1.0)
-            further = self.arranger.arrange(of_query, [found.batch, found.heads, [found.token], depth])
+        for more in scores.further:
+            of_query, of_keys = (more.left, more.right) if more.right.has(attention.key) else (more.right, more.left)
+            depth, scale = leaves(more.depth), more.scale * (scores.cap or 1.0)
+            further = self.arranger.arrange(of_query, [*self.queries, depth])
             queries.append(self.call(aten.mul.Tensor, further, scale))
-            every.append(self.arranger.arrange(of_keys, [found.batch, heads, [found.key], depth]))
-        ones = self.call(aten.full_like.default, self.call(aten.slice.Tensor, query, 3, 0, 1), 1.0)
+            every.append(self.arranger.arrange(of_keys, [attention.batch, heads, [attention.key], depth]))
+        ones = column(query, 1.0)
         if biases:
-            added = [self._column(bias, found.key) for bias in biases]
+            added = [self._column(bias, attention.key) for bias in biases]
             bias = functools.reduce(functools.partial(self.call, aten.add.Tensor), added)
             parts = self._parts(bias, keys)
             queries += [ones] * len(parts)
@@ -154,16 +156,16 @@ class Rewrite:
 
         A learned one is excluded: it may hide keys, by numbers so large that scores are rounded away.
         """
-        found = self.attention
-        is_by_head = any(mask.has(head) for head in found.heads) and not self._learned(mask.base)
-        return is_added(mask) and is_by_head and mask.has(found.key) and not mask.has(found.token)
+        attention = self.attention
+        is_by_head = any(mask.has(head) for head in attention.heads) and not self._learned(mask.base)
+        return is_added(mask) and is_by_head and mask.has(attention.key) and not mask.has(attention.token)
 
     def _learned(self, *nodes: fx.Node) -> set[fx.Node]:
         """Return the parameters that values are computed from."""
         return ancestors(list(nodes)) & self.weights
 
     def _trained(self, *nodes: fx.Node) -> set[fx.Node]:
-        """The parameters that values have a gradient for: none through a choice of keys, which is made of integers."""
+        """Return the parameters that values have a gradient for: none through choices of keys, which are integers."""
         return ancestors(list(nodes), stop=lambda node: has_tensor(node) and not may_have_gradient(node)) & self.weights
 
     def _takes_slopes(self) -> bool:
@@ -177,13 +179,13 @@ class Rewrite:
     def _split(self, kind: Callable[[fx.Graph, torch.dtype, bool], Distances]) -> list[Arranged | float]:
         """Return slopes, profiles or tables of biases by the distance of query and key; leave the rest in the masks."""
         slopes, masks = list[Arranged | float](), list[Arranged]()
-        found = self.attention
-        for mask in found.scores.masks:
-            labels = labels_of([leaves(dim) for dim in mask.own], found.token, found.key)
+        attention = self.attention
+        for mask in attention.scores.masks:
+            labels = labels_of([leaves(dim) for dim in mask.own], attention.token, attention.key)
             split = None
             if is_added(mask) and {"q", "k"} <= set(labels):
-                dtype = found.scores.product.meta["val"].dtype
-                split = kind(self.arranger.graph, dtype, found.scores.sinks is not None).split(mask.base, labels)
+                dtype = attention.scores.product.meta["val"].dtype
+                split = kind(self.arranger.graph, dtype, attention.scores.sinks is not None).split(mask.base, labels)
             parts = [part for part in split or () if isinstance(part, fx.Node)]
             # Eager mode gives a gradient of zero to a parameter that splitting drops, so such a mask stays whole.
             if split is None or self._learned(*parts) < self._learned(mask.base):
@@ -191,18 +193,18 @@ class Rewrite:
                 continue
             rest, slope = split
             masks += [] if rest is None else [_broadcast(mask, rest)]
-            slopes.append(_broadcast(mask, slope, found.key) if isinstance(slope, fx.Node) else slope)
-        found.scores.masks = masks
+            slopes.append(_broadcast(mask, slope, attention.key) if isinstance(slope, fx.Node) else slope)
+        attention.scores.masks = masks
         return slopes
 
     def _profile(self, profiles: Sequence[Arranged | float]) -> fx.Node:
         """Return the learned bias by distance, `[B, H, S, n]`."""
-        found, (profile, *others) = self.attention, profiles
-        if others or found.scores.cap is not None or not isinstance(profile, Arranged):
+        attention, (profile, *others) = self.attention, profiles
+        if others or attention.scores.cap is not None or not isinstance(profile, Arranged):
             raise Mismatch("several learned biases by distance, or one of capped scores")
-        rows = {*self.rows, *found.heads}
+        rows = {*self.rows, *attention.heads}
         distance = [leaf for dim in profile.own for leaf in leaves(dim) if leaf not in rows]
-        return self.arranger.arrange(profile, [found.batch, found.heads, [found.token], distance])
+        return self.arranger.arrange(profile, [*self.queries, distance])
 
     def _table(self, tables: Sequence[Arranged | float]) -> fx.Node:
         """Return the sum of tables by distance, `[B, H, S, 1]`, which is the same for all sequences."""
@@ -218,16 +220,16 @@ class Rewrite:
         They add up to `slope * (k - q)`, however far from the first token both are: to the bias, up to a function of
         the query.
         """
-        found, like = self.attention, ones.meta["val"]
+        attention, like = self.attention, ones.meta["val"]
         parts = [
-            cast(self._column(part, found.token), like.dtype)
+            cast(self._column(part, attention.token), like.dtype)
             if isinstance(part, Arranged)
             else self.call(aten.full_like.default, ones, part)
             for part in slopes
         ]
         slope = functools.reduce(functools.partial(self.call, aten.add.Tensor), parts)
-        index = positions(self.arranger.graph, self.arranger.size([found.key]), like)
-        of_query, of_key = (self._column(Arranged(index, [[i]], [[i]]), i) for i in (found.token, found.key))
+        index = positions(self.arranger.graph, self.arranger.size([attention.key]), like)
+        of_query, of_key = (self._column(Arranged(index, [[i]], [[i]]), i) for i in (attention.token, attention.key))
         start = self.call(aten.neg.default, self.call(aten.mul.Tensor, slope, of_query))
         return [start, slope], [self.call(aten.full_like.default, of_key, 1.0), of_key]
 
@@ -275,7 +277,7 @@ class Rewrite:
         scores = self.attention.scores
         beside = [by.base for _, by in scores.by if isinstance(by, Arranged)]
         beside += [] if scores.sinks is None else [scores.sinks.base]
-        products = [one.product for one in (scores, *scores.further)]
+        products = [each.product for each in (scores, *scores.further)]
         return scores.product in ancestors([node]) and self._trained(node) <= self._trained(*products, *beside)
 
     def _gated(self, mask: fx.Node | None) -> fx.Node | None:
@@ -285,10 +287,10 @@ class Rewrite:
         the mask must hide the key; otherwise it becomes 1.0 there, which no valid mask contains.
         """
         scores, key = self.attention.scores, self.attention.key
-        gates = [(by, one) for by, one in scores.by if isinstance(one, Arranged) and one.has(key)]
-        if any(not one.has(key) or self._learned(one.base) for one in scores.gates):
+        gates = [(target, by) for target, by in scores.by if isinstance(by, Arranged) and by.has(key)]
+        if any(not gate.has(key) or self._learned(gate.base) for gate in scores.gates):
             raise Mismatch("aten.mul.Tensor of the weights that a softmax gives")
-        for target, gate in [*gates, *((aten.mul.Tensor, one) for one in scores.gates)]:
+        for target, gate in [*gates, *((aten.mul.Tensor, gate) for gate in scores.gates)]:
             if mask is None or target is not aten.mul.Tensor:
                 raise Mismatch("a scale that depends on the key")
             factor = self._arranged(gate)
@@ -305,8 +307,7 @@ class Rewrite:
         return mask
 
     def _arranged(self, mask: Arranged) -> fx.Node:
-        found = self.attention
-        return self.arranger.arrange(mask, [found.batch, found.heads, [found.token], [found.key]], broadcast=True)
+        return self.arranger.arrange(mask, [*self.queries, [self.attention.key]], broadcast=True)
 
     def _joined(self, operator: Any, parts: list[Arranged]) -> fx.Node | None:
         nodes = [self._arranged(part) for part in parts]

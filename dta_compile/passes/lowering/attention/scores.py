@@ -24,10 +24,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.graphs.arguments import dim_of, sum_of, where_of
 from dta_compile.passes.graphs.nodes import call
-from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS, aten
-from dta_compile.passes.lowering.attention.factors import MOVES, Arranged, Dim, Mismatch, moved, number_of, unify
+from dta_compile.passes.graphs.operators import CASTS, DIFFERENCES, PRODUCTS, QUOTIENTS, SUMS, aten
+from dta_compile.passes.lowering.attention.factors import (
+    MOVES,
+    Arranged,
+    Dim,
+    Mismatch,
+    moved,
+    number_of,
+    product_dims,
+    unify,
+)
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import FORBIDDEN
@@ -90,11 +99,7 @@ class Scores:
     def of(cls, node: fx.Node) -> Scores:
         """Return the scores that the product itself makes; raises `Mismatch`."""
         left, right = (Arranged.of(arg, scaled=True) for arg in node.args[-2:])
-        *outer, rows, depth = left.dims
-        *others, depth_of_right, columns = right.dims
-        unify(depth, depth_of_right)
-        for one, other in zip(outer, others, strict=True):
-            unify(one, other)
+        outer, rows, depth, columns = product_dims(left, right)
         scores = cls(node, left, right, depth, [*outer, rows, columns], left.scale * right.scale)
         if node.target is aten.baddbmm.default:
             beta, alpha = (float(node.kwargs.get(name, 1)) for name in ("beta", "alpha"))
@@ -123,8 +128,8 @@ class Scores:
             self._scale(node, source)
         elif target in SUMS:
             self._add(node, source)
-        elif target is aten.where.self or target in MASKED_FILLS:
-            self._fill(node, source)
+        elif (selected := where_of(node)) is not None:
+            self._fill(node, source, *selected)
         elif target in FLOORS:
             self._floor(node, source)
         elif target is aten.cat.default:
@@ -134,7 +139,7 @@ class Scores:
 
     def _other(self, node: fx.Node, source: fx.Node) -> Any:
         first, second = node.args[:2]
-        if first is not source and node.target not in PRODUCTS | SUMS - {aten.sub.Tensor, aten.sub.Scalar}:
+        if first is not source and node.target not in PRODUCTS | SUMS - DIFFERENCES:
             raise Mismatch(f"{node.target} by scores")
         return second if first is source else first
 
@@ -170,23 +175,22 @@ class Scores:
     def _add(self, node: fx.Node, source: fx.Node) -> None:
         other = self._other(node, source)
         if (number := number_of(other)) is not None and abs(number) < -FORBIDDEN and self.sinks is None:
-            is_less = node.target in (aten.sub.Tensor, aten.sub.Scalar)
-            self.shift += -number if is_less else number  # the softmax does not change
+            self.shift += -number if node.target in DIFFERENCES else number  # the softmax does not change
             return
-        if argument(node, 2, "alpha") not in (None, 1):
+        if sum_of(node) is None:
             raise Mismatch("a bias times a number")
         if not isinstance(other, fx.Node) or not has_tensor(other):
             raise Mismatch("a number added to scores")
         if (path := self.path_to(other)) is not None:
             self._join_features(Scores.along(path, self.path_to), node)
             return
-        if node.target in (aten.sub.Tensor, aten.sub.Scalar):
+        if node.target in DIFFERENCES:
             other = call(node.graph, aten.neg.default, other)
         (self.masks if self.sinks is None else self.constant).append(self.beside(other, node))
 
     @property
     def is_changed(self) -> bool:
-        """Whether the scores are more than a scaled product."""
+        """Return whether the scores are more than a scaled product."""
         return self.cap is not None or bool(self.masks) or self.sinks is not None or self.shift != 0
 
     def _join_features(self, other: Scores, node: fx.Node) -> None:
@@ -195,17 +199,14 @@ class Scores:
             raise Mismatch("a sum of scores that are scaled by several numbers, capped or masked already")
         if node.target is aten.sub.Tensor:
             other._multiply(-1.0)
-        for one, another in zip(self.dims, other.dims, strict=True):
-            unify(one, another)
+        unify(self.dims, other.dims)
         self.further += [other, *other.further]
 
-    def _fill(self, node: fx.Node, source: fx.Node) -> None:
+    def _fill(self, node: fx.Node, source: fx.Node, condition: fx.Node, value: Any, other: Any) -> None:
         if self.sinks is not None:
             raise Mismatch("a mask of scores that have sinks already")
-        is_where = node.target is aten.where.self
-        condition = node.args[0] if is_where else node.args[1]
-        fills_where_true = not is_where or node.args[2] is source
-        filler = node.args[2] if not is_where or not fills_where_true else node.args[1]
+        fills_where_true = other is source
+        filler = value if fills_where_true else other
         number, graph = number_of(filler), node.graph
         if number is None:  # known only at the call, which tests the mask
             zeros, poison = (call(graph, aten.full_like.default, filler, number) for number in (0.0, 1.0))
@@ -234,12 +235,11 @@ class Scores:
 
     def _kept(self, node: fx.Node, source: fx.Node) -> fx.Node | None:
         """Return the condition under which a node leaves weights as they are; None if others do not become zero."""
-        if node.target in MASKED_FILLS:
-            condition, filler, stays = node.args[1], node.args[2], False
-        else:
-            condition, stays = node.args[0], node.args[1] is source
-            filler = node.args[2 if stays else 1]
-        if number_of(filler) != 0:
+        selected = where_of(node)
+        assert selected is not None
+        condition, value, other = selected
+        stays = value is source
+        if number_of(other if stays else value) != 0:
             return None
         return condition if stays else call(node.graph, aten.logical_not.default, condition)
 
@@ -256,14 +256,12 @@ class Scores:
             raise Mismatch("several columns beside the scores")
         self.has_sinks_in_front = parts[1] is source
         sinks = Arranged.of(parts[0] if self.has_sinks_in_front else parts[1])
-        dim = (argument(node, 1, "dim") or 0) % len(self.dims)
+        dim = dim_of(node)
         if sinks.dims[dim]:
             raise Mismatch("several columns beside the scores")
         if number_of(sinks.base) is not None:  # the same for all heads and queries
             sinks = dataclasses.replace(sinks, own=[[] for _ in sinks.own])
-        for i, (one, other) in enumerate(zip(self.dims, sinks.dims, strict=True)):
-            if i != dim:
-                unify(one, other)
+        unify(self.dims[:dim] + self.dims[dim + 1 :], sinks.dims[:dim] + sinks.dims[dim + 1 :])
         self.sinks = sinks
 
     def beside(self, node: fx.Node, result: fx.Node) -> Arranged:

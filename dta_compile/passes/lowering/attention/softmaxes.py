@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import fx
 
-from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import behind, call
+from dta_compile.passes.graphs.arguments import argument, sum_of
+from dta_compile.passes.graphs.nodes import behind, call, column
 from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, KEEP_ORDER, MASKED_FILLS, aten
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.program import has_tensor
@@ -57,17 +57,15 @@ def _of_quotient(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.Nod
     if node.target is not aten.div.Tensor:
         return None
     total, beside = node.args[1], 0.0
-    sums = (aten.add.Tensor, aten.add.Scalar)
-    if isinstance(total, fx.Node) and total.target in sums and argument(total, 2, "alpha") in (None, 1):
-        total, beside = total.args[0], number_of(total.args[1]) or 0.0
+    if isinstance(total, fx.Node) and (added := sum_of(total)) is not None and added[2] > 0:
+        total, beside = added[0], number_of(added[1]) or 0.0
     if (dim := _reduced_along(node, aten.sum.dim_IntList, total)) is None or (
         total is not node.args[1] and beside <= 0
     ):
         return None
     graph, powers, factor, hidden = node.graph, node.args[0], None, None
     if powers.target is aten.mul.Tensor and all(isinstance(arg, fx.Node) and has_tensor(arg) for arg in powers.args):
-        one, other = powers.args
-        powers, factor = (one, other) if one.target is aten.exp.default else (other, one)
+        powers, factor = powers.args if powers.args[0].target is aten.exp.default else powers.args[::-1]
     elif powers.target in MASKED_FILLS and number_of(powers.args[2]) == 0:
         powers, hidden = powers.args[:2]
     if powers.target is not aten.exp.default or not are_scores(powers.args[0]):
@@ -78,10 +76,7 @@ def _of_quotient(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.Nod
     if hidden is not None:
         scores = call(graph, aten.masked_fill.Scalar, scores, hidden, -math.inf)
     if beside > 0:
-        column = call(
-            graph, aten.full_like.default, call(graph, aten.slice.Tensor, scores, dim, 0, 1), math.log(beside)
-        )
-        scores = call(graph, aten.cat.default, [column, scores], dim)
+        scores = call(graph, aten.cat.default, [column(scores, math.log(beside), dim), scores], dim)
     weights = call(graph, aten._softmax.default, scores, dim, False)
     weights = call(graph, aten.slice.Tensor, weights, dim, 1) if beside > 0 else weights
     return weights if factor is None else call(graph, aten.mul.Tensor, weights, factor)
@@ -91,11 +86,11 @@ def _of_padding(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.Node
     """Return the concatenation of scores with a column that they are padded by, in front or behind."""
     if node.target is not aten.constant_pad_nd.default or not are_scores(node.args[0]):
         return None
-    (scores, widths), number, graph = node.args[:2], node.args[2] if len(node.args) > 2 else 0.0, node.graph
+    (scores, widths), number, graph = node.args[:2], argument(node, "value"), node.graph
     if list(widths) not in ([1, 0], [0, 1]) or not isinstance(number, (int, float)):
         return None
-    column = call(graph, aten.full_like.default, call(graph, aten.slice.Tensor, scores, -1, 0, 1), number)
-    return call(graph, aten.cat.default, [column, scores] if widths[0] else [scores, column], -1)
+    added = column(scores, number)
+    return call(graph, aten.cat.default, [added, scores] if widths[0] else [scores, added], -1)
 
 
 def _reduced_along(node: fx.Node, reduction: Any, total: Any = None) -> int | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.graphs.arguments import dim_of, select_of, slice_of
 from dta_compile.passes.graphs.nodes import call, copy_stack_trace, is_item
 from dta_compile.passes.graphs.operators import CASTS, RESHAPES, aten
 from dta_compile.passes.lowering.attention.distances import cast
@@ -68,8 +68,8 @@ class _Distributing:
             return self._distributed(left, right)
         if not self.are_weights(right):
             return None
-        found = self._distributed(*(self._call(aten.transpose.int, one, 1, 2) for one in (right, left)))
-        return None if found is None else (self._call(aten.transpose.int, found[0], 1, 2), found[1])
+        new = self._distributed(*(self._call(aten.transpose.int, operand, 1, 2) for operand in (right, left)))
+        return None if new is None else (self._call(aten.transpose.int, new[0], 1, 2), new[1])
 
     def _distributed(self, combined: fx.Node, values: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
         moves = list[fx.Node]()
@@ -79,10 +79,10 @@ class _Distributing:
             moves.insert(0, combined)
             combined = combined.args[0]
         if combined.target in (aten.add.Tensor, aten.sub.Tensor):
-            terms = [one for one in combined.args if isinstance(one, fx.Node) and self.are_weights(one)]
-            if len(terms) != 2 or any(sizes(one) != sizes(combined) for one in terms):
+            terms = [arg for arg in combined.args if isinstance(arg, fx.Node) and self.are_weights(arg)]
+            if len(terms) != 2 or any(sizes(term) != sizes(combined) for term in terms):
                 return None
-            products = [self._product(self._moved(moves, one), values) for one in terms]
+            products = [self._product(self._moved(moves, term), values) for term in terms]
             return self._call(combined.target, *products, **combined.kwargs), products
         if combined.target is aten.neg.default:
             single = self._product(self._moved(moves, combined.args[0]), values)
@@ -105,8 +105,9 @@ class _Distributing:
 
     def _scaled(self, combined: fx.Node, moves: list[fx.Node], values: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
         """Multiply the result by a factor of the weights instead, unless it depends on the key."""
-        one, other = combined.args
-        weights, factor = (one, other) if isinstance(one, fx.Node) and self.are_weights(one) else (other, one)
+        weights, factor = combined.args
+        if not isinstance(weights, fx.Node) or not self.are_weights(weights):
+            weights, factor = factor, weights
         if sizes(weights) != sizes(combined) or (isinstance(factor, fx.Node) and self.are_weights(factor)):
             return None
         product = self._product(self._moved(moves, weights), values)
@@ -136,8 +137,7 @@ class _Distributing:
         parts = Factor(shape[axis] / (1 if len(part) < len(shape) else part[axis]))
         own, dims = _dims(combined, moves)
         arranged = Arranged.of(values)
-        unify(dims[0], arranged.dims[0])
-        unify(dims[2], arranged.dims[1])
+        unify([dims[0], dims[2]], arranged.dims[:2])
         all_dims = [*own[:axis], [parts], *own[axis:]]
         if len(part) == len(shape):
             all_dims = [*own[:axis], [parts, *own[axis]], *own[axis + 1 :]]
@@ -169,22 +169,18 @@ def _dims(node: fx.Node, moves: list[fx.Node]) -> tuple[list[Dim], list[Dim]]:
 
 def _part(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     """Return source, axis and number of the one of several equal parts along an axis that a node is; or None."""
-    if is_item(node) and node.args[0].target in SPLITS:
-        split = node.args[0]
-        source, number = split.args[0], node.args[1]
-        axis = argument(split, 1 if split.target is aten.unbind.int else 2, "dim") or 0
-    elif node.target is aten.select.int:
-        source, axis, number = node.args
-    elif node.target is aten.slice.Tensor and argument(node, 4, "step") in (None, 1):
-        source, axis = node.args[0], argument(node, 1, "dim") or 0
-        axis %= len(sizes(source))
-        start, size = argument(node, 2, "start") or 0, sizes(node)[axis]
+    if (selected := select_of(node)) is not None:
+        source, axis, number = selected
+    elif is_item(node) and node.args[0].target is aten.split.Tensor:
+        source, axis, number = node.args[0].args[0], dim_of(node.args[0]), node.args[1]
+    elif (part := slice_of(node)) is not None:
+        source, axis, start = part
+        size = sizes(node)[axis]
         if not isinstance(start, int) or not size.is_Integer or start % int(size):
             return None
         number = start // int(size)
     else:
         return None
-    axis %= len(sizes(source))
     count, size = sizes(source)[axis], 1 if len(sizes(node)) < len(sizes(source)) else sizes(node)[axis]
     if not (count.is_Integer and (count / size).is_Integer) or count == size:
         return None

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.axes.shape_rules import Labels, labelled_source, labels_in
+from dta_compile.passes.graphs.arguments import dim_of, select_of
 from dta_compile.passes.graphs.nodes import is_item
 from dta_compile.passes.graphs.operators import CASTS, RESHAPES, aten
 from dta_compile.passes.symbols import sizes
@@ -49,13 +49,9 @@ def _holds_once(node: fx.Node, at: Labels, slot: str) -> bool:
 
 def _source(node: fx.Node, at: Labels) -> tuple[fx.Node, Labels] | None:
     """Return the value that a node is a copy, a view or one row of, and the labels of its dimensions."""
-    if node.target is aten.select.int:
-        source, number = node.args[0], node.args[1]
-    elif is_item(node) and node.args[0].target is aten.unbind.int:
-        (source, *_), number = node.args[0].args, argument(node.args[0], 1, "dim") or 0
-    else:
+    if (selected := select_of(node)) is None:
         return labelled_source(node, at)
-    dim = number % len(sizes(source))
+    source, dim, _ = selected
     return source, (*at[:dim], None, *at[dim:])
 
 
@@ -78,7 +74,5 @@ def is_distinct_along(node: fx.Node, at: Labels, slot: str) -> bool:
         return is_distinct_along(source, ("other",) * (len(sizes(source)) - 1) + (slot,), slot)
     is_choice = is_item(node) and node.args[1] == 1
     if is_choice and source.target in (aten.topk.default, aten.sort.default, aten.sort.stable):
-        position = {aten.topk.default: 2, aten.sort.default: 1}.get(source.target, 2)
-        dim = argument(source, position, "dim")
-        return at[(-1 if dim is None else dim) % len(at)] == slot
+        return at[dim_of(source)] == slot
     return False

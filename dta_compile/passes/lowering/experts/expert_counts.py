@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.graphs.arguments import argument, dim_of, select_of, slice_of
 from dta_compile.passes.graphs.nodes import First, behind, filled_with, is_item
 from dta_compile.passes.graphs.operators import CASTS, COPIES, EXCHANGES, FILLS, KEEP_ORDER, RANGES, RESHAPES, aten
 from dta_compile.passes.lowering.experts.distinct_places import is_distinct_along
@@ -21,8 +21,7 @@ from dta_compile.passes.lowering.experts.slot_numbers import EXACT, counts_from_
 from dta_compile.passes.symbols import depends_on_data, expression, sizes, value_of
 
 SORTS = (aten.sort.default, aten.sort.stable)
-# Operators that choose indices along a dimension, with the position of that argument.
-CHOICES = {aten.topk.default: 2, aten.sort.default: 1, aten.sort.stable: 2, aten.max.dim: 1, aten.min.dim: 1}
+CHOICES = (*SORTS, aten.topk.default, aten.max.dim, aten.min.dim)  # of indices along a dimension
 ENTRIES = KEEP_ORDER | COPIES | EXCHANGES | {aten.permute.default, aten.slice.Tensor, aten.expand.default}
 
 
@@ -46,16 +45,11 @@ def bound_of(node: fx.Node) -> int | None:
     if node.target in (aten.cat.default, aten.stack.default):
         bounds = [bound_of(part) for part in node.args[0]]
         return None if None in bounds else max(bounds)  # type: ignore[type-var]
-    source, position = (node.args[0], 1) if node.target is aten.argmax.default else (None, None)
-    if is_item(node) and node.args[1] == 1 and node.args[0].target in CHOICES:
-        source, position = node.args[0].args[0], CHOICES[node.args[0].target]
-        node = node.args[0]
-    if source is None:
+    is_choice = is_item(node) and node.args[1] == 1 and node.args[0].target in CHOICES
+    choice = node.args[0] if is_choice else node
+    if not is_choice and (node.target is not aten.argmax.default or argument(node, "dim") is None):
         return None
-    dim = argument(node, position, "dim")  # type: ignore[arg-type]
-    if dim is None and node.target is aten.argmax.default:
-        return None
-    size = sizes(source)[-1 if dim is None else dim]
+    size = sizes(choice.args[0])[dim_of(choice)]
     return int(size) if size.is_Integer else None
 
 
@@ -112,20 +106,19 @@ class Counts:
         return bins if bins is not None and self.bound is not None and self.bound <= bins else None
 
     def _histogram(self, node: fx.Node) -> int | None:
-        bins, low, high = (argument(node, i, name) for i, name in ((1, "bins"), (2, "min"), (3, "max")))
+        bins, low, high = (argument(node, name) for name in ("bins", "min", "max"))
         is_exact = low == 0 and high in (bins, bins - 1) and bins > 1
         return bins if is_exact and self.are(node.args[0]) else None
 
     def _bincount(self, node: fx.Node) -> int | None:
-        weights, least = argument(node, 1, "weights"), argument(node, 2, "minlength")
+        weights, least = argument(node, "weights"), argument(node, "minlength")
         return least if weights is None and self.are(node.args[0]) else None
 
     def _first(self, node: fx.Node) -> int | None:
         """Return the number of counts in a slice of counts that starts at the first expert."""
-        start, end, step = (argument(node, i, name) for i, name in ((2, "start"), (3, "end"), (4, "step")))
-        known = self.of(node.args[0])
-        is_known = known is not None and start in (0, None) and step in (1, None) and isinstance(end, int) and end > 0
-        return min(end, known) if is_known else None
+        part, end, known = slice_of(node), argument(node, "end"), self.of(node.args[0])
+        is_first = part is not None and part.start == 0 and isinstance(end, int) and end > 0
+        return min(end, known) if is_first and known is not None else None
 
     def _added(self, node: fx.Node) -> int | None:
         base, dim, index, value = node.args[:4]
@@ -137,7 +130,7 @@ class Counts:
         """Return the number of counts in a sum over tokens or slots of ones at their experts."""
         ones, dims = node.args[:2]
         rank = len(sizes(ones))
-        if sorted(dim % rank for dim in dims) != list(range(rank - 1)) or argument(node, 2, "keepdim"):
+        if sorted(dim % rank for dim in dims) != list(range(rank - 1)) or argument(node, "keepdim"):
             return None
         ones = behind(ones, CASTS | COPIES)
         bins = sizes(ones)[-1]
@@ -191,13 +184,9 @@ class Counts:
         return self._known
 
     def _item(self, node: fx.Node) -> sympy.Expr | None:
-        node = behind(node, CASTS | COPIES)
-        if is_item(node) and node.args[0].target is aten.unbind.int:
-            source, number = node.args[0].args[0], node.args[1]
-        elif node.target is aten.select.int:
-            source, number = node.args[0], node.args[2]
-        else:
+        if (selected := select_of(behind(node, CASTS | COPIES))) is None:
             return None
+        source, _, number = selected
         if (experts := self.of(source)) is not None:
             return self.up_to(number % experts + 1) - self.up_to(number % experts)
         if (experts := self.ends(source)) is not None:

@@ -23,6 +23,7 @@ from dta_compile.ops.library import is_random
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens
 from dta_compile.passes.axes.tokenwise_operators import rule_for
+from dta_compile.passes.graphs.arguments import select_of
 from dta_compile.passes.graphs.nodes import call, is_finite, is_item, raised, repeated, swaps
 from dta_compile.passes.graphs.operators import (
     LOOKUPS,
@@ -34,11 +35,7 @@ from dta_compile.passes.graphs.operators import (
 )
 from dta_compile.passes.symbols import depends_on_data, expression, sizes, symbolic, value_of
 
-CHECKS = (
-    aten._assert_scalar.default,
-    aten.sym_constrain_range.default,
-    aten.sym_constrain_range_for_size.default,
-)
+CHECKS = (aten._assert_scalar.default, aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default)
 # Operators with arguments that are indices.
 INDEXED = LOOKUPS | {aten.index.Tensor, aten.scatter.src, aten.scatter.value}
 
@@ -81,10 +78,7 @@ class RowOperators:
     """
 
     def __init__(
-        self,
-        graph: fx.Graph,
-        selected: fx.Node | None,
-        is_count: Callable[[sympy.Expr], bool] = depends_on_data,
+        self, graph: fx.Graph, selected: fx.Node | None, is_count: Callable[[sympy.Expr], bool] = depends_on_data
     ) -> None:
         self.graph, self.selected, self.is_count = graph, selected, is_count
         self.tokens: fx.Node | None = None
@@ -154,10 +148,10 @@ class RowOperators:
 
     def _compute(self, node: fx.Node) -> None:
         layouts = self._prove(node)
-        if any(self._place(one) is None for one in (layouts if isinstance(layouts, tuple) else (layouts,))):
+        if any(self._place(layout) is None for layout in (layouts if isinstance(layouts, tuple) else (layouts,))):
             raise Unproven(f"{node.target}: its result does not lie along the selected rows", node)
         rows = [self._rows[arg] for arg in node.all_input_nodes if arg in self._rows]
-        is_masked = node.target not in SAME_ENTRIES or all(one.is_masked for one in rows)
+        is_masked = node.target not in SAME_ENTRIES or all(each.is_masked for each in rows)
         value = self._applied(node, layouts)
         value.meta = {**node.meta, "val": value.meta["val"]}
         if isinstance(layouts, tuple):
@@ -231,7 +225,7 @@ class RowOperators:
         """Raise Unproven if the number of selected rows is used as anything but a size of the result."""
         position = 0 if node.target is aten.full.default else 1 if node.target in TAKE_A_SHAPE else None
         for i, arg in enumerate([*node.args, *node.kwargs.values()]):
-            if i != position and any(one in self.sizes for one in _nodes(arg)):
+            if i != position and any(size in self.sizes for size in _nodes(arg)):
                 raise Unproven(f"{node.target}: how many rows are selected is used as a number", node)
 
     def _layout_of(self, node: fx.Node, arg: fx.Node) -> Layout:
@@ -344,11 +338,9 @@ class RowOperators:
         """Return stacked weights, the index of a matrix in them, and whether they are `[E, D, O]`, not `[E, O, D]`."""
         transposed = weight.target not in TRANSPOSITIONS or not swaps(weight)
         weight = weight if transposed else weight.args[0]
-        if weight.target is aten.select.int and weight.args[1] == 0 and isinstance(weight.args[2], int):
-            stack, number = weight.args[0], weight.args[2]
+        stack, dim, number = select_of(weight) or (weight, None, None)
+        if dim == 0 and isinstance(number, int):
             return stack, number % stack.meta["val"].shape[0], transposed
-        if is_item(weight) and weight.args[0].target is aten.unbind.int and not any(weight.args[0].args[1:]):
-            return weight.args[0].args[0], weight.args[1], transposed
         return call(self.graph, aten.unsqueeze.default, weight, 0), 0, transposed
 
     def _numbers(self, number: int, by_token: bool) -> fx.Node:

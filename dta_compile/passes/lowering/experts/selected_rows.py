@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ from torch import fx
 
 from dta_compile.errors import FinalRefusal
 from dta_compile.ops.mixer import MIXERS
-from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
+from dta_compile.passes.axes.layouts import batch_and_tokens, mixer_calls
+from dta_compile.passes.graphs.arguments import argument, dim_of, indices_of
 from dta_compile.passes.graphs.nodes import (
     First,
     SizeNodes,
@@ -85,14 +86,18 @@ def _selections(graph: fx.Graph, first: First) -> dict[fx.Node, list[fx.Node]]:
     selections: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         mask = node.args[0] if node.target is aten.nonzero.default else _mask_of(node)
-        if mask is not None and node.target is not aten.index_put.default and _dims_of_tokens(mask):
+        if (
+            mask is not None
+            and node.target is not aten.index_put.default
+            and any(size.free_symbols for size in sizes(mask))
+        ):
             selections.setdefault(_condition(mask, first), []).append(node)
     return selections
 
 
 def _condition(mask: fx.Node, first: First) -> fx.Node:
     """Return the first node that computes a mask, before reshapes of tokens alone."""
-    while mask.target in RESHAPES and all(size.free_symbols for one in (mask, mask.args[0]) for size in sizes(one)):
+    while mask.target in RESHAPES and all(size.free_symbols for value in (mask, mask.args[0]) for size in sizes(value)):
         mask = mask.args[0]
     return first.like(mask)
 
@@ -106,12 +111,8 @@ def _mask_of(node: fx.Node) -> fx.Node | None:
     return last if is_mask else None
 
 
-def _dims_of_tokens(mask: fx.Node) -> list[int]:
-    return [dim for dim, size in enumerate(sizes(mask)) if size.free_symbols]
-
-
 def _refuse_any_order(makers: list[fx.Node], unproven: Unproven) -> None:
-    """Also after the last attention: an unstable sort orders the slots of an expert as no condition does."""
+    """Refuse unstable sorts, also after the last attention: no condition orders an expert's slots as they do."""
     if any(maker.meta.get(ANY_ORDER) for maker in makers):
         raise FinalRefusal(
             "tokens are sorted by expert in an unstable way, and it is not proven that each is treated by itself",
@@ -211,7 +212,8 @@ class _Spreading:
         self._require_symbol(begin)
         with self.graph.inserting_before(begin):
             self._conditions()
-        for node in itertools.takewhile(lambda node: node.op != "output", list(_from(begin))):
+        after = itertools.dropwhile(lambda node: node is not begin, list(self.graph.nodes))
+        for node in itertools.takewhile(lambda node: node.op != "output", after):
             with self.graph.inserting_before(node):
                 self._visit(node)
         output = next(iter(reversed(self.graph.nodes)))
@@ -306,9 +308,7 @@ class _Spreading:
         elif coordinates.column is None and node.target in TRANSPOSITIONS and swaps(node):
             self.coordinates[node] = dataclasses.replace(coordinates, columns_first=not coordinates.columns_first)
         elif (
-            coordinates.column is None
-            and node.target in PARTS
-            and coordinates.columns_first is not _is_along_second(node)
+            coordinates.column is None and node.target in PARTS and coordinates.columns_first is not bool(dim_of(node))
         ):
             column = node.args[2] % dims if node.target is aten.select.int else None
             self.coordinates[node] = dataclasses.replace(coordinates, column=column)
@@ -318,19 +318,14 @@ class _Spreading:
 
     def _indexed(self, node: fx.Node) -> _Index | None:
         """Return how coordinates index the first argument; None: other values index it, too."""
-        if node.target in (aten.index.Tensor, aten.index_put.default):
-            indices = dict(enumerate(node.args[1]))
-        else:
-            indices = {node.args[1] % len(sizes(node.args[0])): node.args[2]}
         of: dict[int, int] = {}
         masks = set()
-        for dim, index in indices.items():
-            if index is not None:
-                numbers = self.coordinates.get(index)
-                if numbers is None or numbers.column is None or numbers.column in of or not self._fits(node, index):
-                    return None
-                of[numbers.column] = dim
-                masks.add(numbers.mask)
+        for dim, index in indices_of(node).items():
+            numbers = self.coordinates.get(index)
+            if numbers is None or numbers.column is None or numbers.column in of or not self._fits(node, index):
+                return None
+            of[numbers.column] = dim
+            masks.add(numbers.mask)
         if len(masks) != 1:
             return None
         dims = sorted(of.values())
@@ -373,7 +368,7 @@ class _Spreading:
         if self.rows.knows(target):
             raise Unproven(f"{node.target}: it writes to selected rows", node)
         self._require_tokens(node, target, index)
-        adds = node.target is not aten.index_put.default or bool(argument(node, 3, "accumulate"))
+        adds = node.target is not aten.index_put.default or bool(argument(node, "accumulate"))
         slots = [dim for dim in index.slots if dim in index.of]
         if slots != index.slots and (slots or not (adds or self.one_slot)):
             raise Unproven(f"{node.target}: a token that is selected twice is written twice", node)
@@ -431,12 +426,3 @@ class _Spreading:
 
     def _with_ones(self, value: fx.Node, like: fx.Node) -> fx.Node:
         return raised(value, len(sizes(like)) - len(sizes(value)), -1)
-
-
-def _from(node: fx.Node) -> Iterable[fx.Node]:
-    """Return a node and all nodes after it."""
-    return itertools.dropwhile(lambda other: other is not node, node.graph.nodes)
-
-
-def _is_along_second(node: fx.Node) -> bool:
-    return bool((argument(node, 1, "dim") or 0) % 2)

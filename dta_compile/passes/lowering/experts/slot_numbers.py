@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.graphs.arguments import argument
 from dta_compile.passes.graphs.nodes import is_float
 from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, RESHAPES, aten
 from dta_compile.passes.symbols import sizes
@@ -50,20 +50,10 @@ def is_another_form(node: fx.Node) -> bool:
     return same and not any(size.free_symbols for size in sizes(node)[1:])
 
 
-def descends(sort: fx.Node) -> bool:
-    """Return whether a sort is in descending order."""
-    position = 2 if sort.target is aten.sort.default else 3
-    return bool(argument(sort, position, "descending"))
-
-
 def counts_from_zero(node: fx.Node) -> bool:
     """Return whether a range is 0, 1, 2, ..., in numbers that do not wrap or round."""
-    if node.meta["val"].dtype not in EXACT:
-        return False
-    if node.target is aten.arange.default:
-        return True
-    steps = node.args[2:] if node.target is aten.arange.start_step else ()
-    return node.args[0] == 0 and all(step == 1 for step in steps)
+    is_unit = argument(node, "start") in (None, 0) and argument(node, "step") in (None, 1)
+    return is_unit and node.meta["val"].dtype in EXACT
 
 
 def repeated_for_slots(node: fx.Node, slots: int, count: sympy.Expr) -> Iterator[fx.Node]:

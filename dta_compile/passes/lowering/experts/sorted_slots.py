@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from dta_compile.ops.experts.operators import EXPERT_LINEAR
-from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.graphs.arguments import argument, dim_of, indices_of, slice_of
 from dta_compile.passes.graphs.nodes import (
     First,
     call,
@@ -50,11 +50,11 @@ from dta_compile.passes.lowering.experts.slot_numbers import (
     TOKEN,
     Numbers,
     counts_from_zero,
-    descends,
     is_another_form,
     repeated_for_slots,
 )
-from dta_compile.passes.symbols import depends_on_data, sizes
+from dta_compile.passes.program import tensors_of
+from dta_compile.passes.symbols import depends_on_data, sizes, value_of
 from dta_compile.torch_compat.sizes import GuardOnDataDependentSymNode
 
 GROUPED = (aten._grouped_mm.default,)
@@ -107,6 +107,7 @@ class _Unsorting:
     def __init__(self, graph: fx.Graph, first: First, sort: fx.Node) -> None:
         self.graph, self.first, self.sort = graph, first, sort
         self.numbers: fx.Node = sort.args[0]
+        self.descends = bool(argument(sort, "descending"))
         self.count = sizes(self.numbers)[0]
         self.source, self.slots = self._slots()
         self.tokens = sympy.cancel(self.count / self.slots)
@@ -187,7 +188,8 @@ class _Unsorting:
     def _sorts_order(self, sort: fx.Node) -> bool:
         """Return whether a sort of sorted slots' numbers gives their inverse."""
         numbers = sort.args[0]
-        return self.known.get(numbers) == Numbers(SLOT) and len(sizes(numbers)) == 1 and not descends(sort)
+        is_ascending = not argument(sort, "descending")
+        return self.known.get(numbers) == Numbers(SLOT) and len(sizes(numbers)) == 1 and is_ascending
 
     def _divides_by_slots(self, node: fx.Node) -> bool:
         return node.args[1] == self.slots and node.kwargs.get("rounding_mode", "floor") in ("floor", "trunc")
@@ -221,14 +223,10 @@ class _Unsorting:
 
     def _index(self, node: fx.Node) -> Numbers | None:
         """Return the numbers that index whole rows of the first argument; None: other values index it."""
-        if node.target in (aten.index.Tensor, aten.index_put.default):
-            index, *others = node.args[1]
-            if others:
-                return None
-        else:
-            dim, index = node.args[1], node.args[2]
-            if dim % len(sizes(node.args[0])):
-                return None
+        indices = indices_of(node)
+        if indices.keys() != {0}:
+            return None
+        index = indices[0]
         numbers = Numbers(INVERSE) if index in self.inverses else self.known.get(index)
         whole = node.target in (aten.gather.default, aten.scatter_add.default, aten.scatter.src)
         if numbers is None or (len(sizes(index)) > 1 and not whole):
@@ -247,15 +245,11 @@ class _Unsorting:
         if index.group is not None:
             self._replace(node, self._of_group(source, index.of, index.group), index.group)
             return
-        value = source if index.of == SLOT else self._of_each_slot(source)
+        value = source if index.of == SLOT or self.slots == 1 else repeated(source, self.slots)
         if index.is_sorted:
             self.rows.enter(node, Rows(value, 0, True))
         elif index.of == TOKEN:
             self._replace(node, value)
-
-    def _of_each_slot(self, value: fx.Node) -> fx.Node:
-        """Repeat the rows of `[N, ...]` to `[N * k, ...]`."""
-        return value if self.slots == 1 else repeated(value, self.slots)
 
     def _by_token(self, value: fx.Node) -> fx.Node:
         """Reshape `[N * k, ...]` to `[N, k, ...]`."""
@@ -274,7 +268,7 @@ class _Unsorting:
         self._replace(node, call(self.graph, aten.add.Tensor, node.args[0], rows, **alpha))
 
     def _write(self, node: fx.Node, index: Numbers, value: Any) -> None:
-        adds = node.target is aten.index_put.default and bool(argument(node, 3, "accumulate"))
+        adds = node.target is aten.index_put.default and bool(argument(node, "accumulate"))
         if adds:
             self._add(node, index, value)
             return
@@ -321,11 +315,11 @@ class _Unsorting:
     def _multiply(self, node: fx.Node) -> None:
         """Replace a grouped product, each group of rows times its expert's matrix, by `dta::expert_linear`."""
         rows, weight = node.args[:2]
-        extra = {name: argument(node, i, name) for i, name in ((2, "offs"), (3, "bias"))}
-        experts = None if extra["offs"] is None else self.counts.ends(extra["offs"])
+        ends, bias = argument(node, "offs"), argument(node, "bias")
+        experts = None if ends is None else self.counts.ends(ends)
         if not self.rows.is_rows(rows) or self.rows.is_rows(weight) or len(sizes(weight)) != 3:
             raise Unproven(f"{node.target}: its first argument are no sorted slots", node)
-        if experts is None or sizes(weight)[0] != experts or descends(self.sort):
+        if experts is None or sizes(weight)[0] != experts or self.descends:
             raise Unproven(f"{node.target}: its groups are not known to be those of experts", node)
         numbers = call(self.graph, aten._to_copy.default, self.numbers, dtype=torch.int64)
         value = self.rows.of(rows).value
@@ -334,8 +328,8 @@ class _Unsorting:
             new = call(self.graph, aten.reshape.default, new, [-1, int(sizes(weight)[2])])
         else:
             new = call(self.graph, EXPERT_LINEAR, value, numbers, weight, True)
-        if extra["bias"] is not None:
-            new = call(self.graph, aten.add.Tensor, new, call(self.graph, aten.index.Tensor, extra["bias"], [numbers]))
+        if bias is not None:
+            new = call(self.graph, aten.add.Tensor, new, call(self.graph, aten.index.Tensor, bias, [numbers]))
         if new.meta["val"].dtype is not node.meta["val"].dtype:
             new = call(self.graph, aten._to_copy.default, new, dtype=node.meta["val"].dtype)
         new.meta = {**node.meta, "val": new.meta["val"]}
@@ -343,15 +337,11 @@ class _Unsorting:
 
     def _group_of(self, node: fx.Node) -> int | None:
         """Return the expert whose group a slice of sorted slots is, -1 for all slots; None: it is no group."""
-        if node.target is not aten.slice.Tensor or (argument(node, 1, "dim") or 0) % len(sizes(node)) != 0:
+        part = slice_of(node)
+        if part is None or part.dim != 0 or self.descends or self.counts.bound is None:
             return None
-        start, end = argument(node, 2, "start") or 0, argument(node, 3, "end")
-        if argument(node, 4, "step") not in (None, 1) or descends(self.sort):
-            return None
-        if self.counts.bound is None:
-            return None
-        every = self.counts.up_to(self.counts.bound)
-        low = self.counts.canonical(start)
+        every, end = self.counts.up_to(self.counts.bound), argument(node, "end")
+        low = self.counts.canonical(part.start)
         high = every if end is None or (isinstance(end, int) and end > 2**62) else self.counts.canonical(end)
         if low is None or high is None:
             return None
@@ -380,7 +370,7 @@ class _Unsorting:
                 self._replace(item, self._of_group(rows.value, SLOT, item.args[1]), item.args[1])
 
     def _splits_by_expert(self, node: fx.Node) -> bool:
-        if argument(node, 2, "dim") or descends(self.sort):
+        if argument(node, "dim") or self.descends:
             return False
         ends = [self.counts.up_to(number) for number in range(len(node.args[1]) + 1)]
         lengths = map(self.counts.canonical, node.args[1])
@@ -432,8 +422,7 @@ class _Unsorting:
 
     def _note_group(self, node: fx.Node) -> None:
         groups = {self.groups[arg] for arg in node.all_input_nodes if arg in self.groups}
-        results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
-        values = [value for value in results if isinstance(value, torch.Tensor)]
+        values = tensors_of(node.meta["val"])
         if len(groups) == 1 and values and all(any(map(_of_data, value.shape)) for value in values):
             self.groups[node] = groups.pop()
 
@@ -445,7 +434,7 @@ class _Unsorting:
             if any(map(self.rows.knows, parts)):
                 self.rows.visit(node)
             return
-        if numbers != list(range(self.counts.bound or 0)) or (argument(node, 1, "dim") or 0) % len(sizes(node)) != 0:
+        if numbers != list(range(self.counts.bound or 0)) or dim_of(node) != 0:
             raise Unproven(f"{node.target}: it does not join the rows of all experts, in order", node)
         rest = [int(size) for size in parts[0].meta["val"].shape[1:]]
         value = node.meta["val"]
@@ -468,22 +457,17 @@ def _find_size(node: fx.Node) -> None:
     if is_item(node):
         node.meta["val"] = node.args[0].meta["val"][node.args[1]]
         return
-    results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
     arguments = [arg.meta["val"] for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
-    if not any(isinstance(one, torch.Tensor) and any(map(_of_data, one.shape)) for one in results) or not arguments:
+    if not any(any(map(_of_data, result.shape)) for result in tensors_of(node.meta["val"])) or not arguments:
         return
-    if any(_of_data(size) for one in arguments for size in one.shape) or node.target is aten.nonzero.default:
+    if any(any(map(_of_data, value.shape)) for value in arguments) or node.target is aten.nonzero.default:
         return
     if node.target in RESHAPES:
-        node.args = (node.args[0], [-1 if _is_number_of_data(size) else size for size in node.args[1]])
+        node.args = (node.args[0], [-1 if _of_data(value_of(size)) else size for size in node.args[1]])
     with contextlib.suppress(RuntimeError, GuardOnDataDependentSymNode):
         new = call(node.graph, node.target, *node.args, **node.kwargs)
         node.meta["val"] = new.meta["val"]
         node.graph.erase_node(new)
-
-
-def _is_number_of_data(size: Any) -> bool:
-    return isinstance(size, fx.Node) and _of_data(size.meta["val"])
 
 
 def _of_data(size: Any) -> bool:

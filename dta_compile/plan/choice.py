@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from dta_compile.plan.cost import Limits
 from dta_compile.plan.division.balance import balance
 from dta_compile.plan.interpret import Work
 from dta_compile.plan.keep import choose_keep, spend_rest
-from dta_compile.plan.peak_memory import bytes_of_halves
+from dta_compile.plan.peak_memory import Crossing, bytes_of_halves
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule
 from dta_compile.plan.schedule import SWEEPS, GroupOps, Schedule
 from dta_compile.plan.simulate import Simulation, causal_pairs, simulate
@@ -199,82 +200,91 @@ def _build(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Sch
         schedule = build_schedule(tree, options, mode, keep, chunks)
         return with_states(tree, schedule) if has_states else schedule
 
-    usual = built(keep)
     if mode != "transparent" or options.sweep != "stages":
-        return usual
-    least, sent = options.groups or 1, sum(part.sent for part in limits.parts)
-    of_stride = None if max(limits.groups, least) > 1 else _stride(tree, built, options, limits)
-    if of_stride is None:
-        groups = _groups(tree, limits, sent, least)
-        if len(groups) > 1:
-            return usual.in_groups(_group_ops(group, tree.of(group), options, limits) for group in groups)
-    stride, taken = of_stride or (1, 0.0)
-    if stride > 1:
-        return dataclasses.replace(_keeping_nothing(built, len(limits.parts)), stride=stride)
+        return built(keep)
+    way = _between_parts(tree, built, options, limits)
+    if way.schedule is not None:
+        return way.schedule
     if limits.budget is None or not limits.parts:
-        return usual
-    if taken:
-        limits = dataclasses.replace(limits, budget=int(limits.budget - taken))
+        return built(keep)
+    if way.peak:
+        limits = dataclasses.replace(limits, budget=int(limits.budget - way.peak))
         keep = choose_keep(tree, options, chunks, limits.budget, limits.footprint, limits.cost, limits.head_starts)
-        usual = built(keep)
-    layers, of_last = spend_rest(tree, chunks, keep, limits)
+    usual, (layers, of_last) = built(keep), spend_rest(tree, chunks, keep, limits)
     others = len(limits.parts) - 1 - layers
     return usual.with_parts([(others, usual), (layers, built(KEEP_ALL) if layers else usual), (1, built(of_last))])
 
 
-def _keeping_nothing(built: Callable[[Keep], Schedule], parts: int) -> Schedule:
-    """Return a schedule that keeps boundary values, and the graph of the last part that its backward needs first."""
-    nothing = built(KEEP_NOTHING)
-    if parts < 2:
-        return nothing
-    return nothing.with_parts([(parts - 1, nothing), (1, built(Keep(frozenset({0}))))])
+class _Way(NamedTuple):
+    """Way to hold the values that pass between parts: all at once, with a stride, or group by group.
 
-
-def _stride(
-    tree: PrefixTree, built: Callable[[Keep], Schedule], options: Options, limits: Limits
-) -> tuple[int, float] | None:
-    """Return the stride, every how many parts boundary values are kept (1: always), and the bytes of the budget that
-    they take; None: they fit at no stride.
-
-    It is the smallest one that fits. Only if the user set the budget and parameters are gathered from other ranks, a
-    larger one may be chosen: with a budget of zero the one with the least product of predicted peak and seconds to the
-    power of `WEIGHT_OF_TIME`, since a larger stride costs time and hardly lowers a peak that weights or activations
-    make. The budget then pays for a smaller stride first, and for kept graphs after that.
+    Attributes:
+        schedule: keeps nothing else but the graph of the last part that its backward needs first; None: all are kept.
+        peak: peak bytes, or those that count against the budget.
+        seconds: estimated time.
     """
-    parts = limits.parts
-    is_weighed = limits.is_asked_for and any(part.gathered[0] for part in parts)
-    passed = [part.sent * tree.num_rows for part in parts]
-    room = math.inf if limits.room is None else limits.room
-    if (named := max(options.stride or 1, limits.stride)) > 1:
-        return min(named, max(len(parts), 1)), 0.0
-    if sum(passed) <= room and (not is_weighed or len(parts) < LEAST_PARTS or options.stride):
-        return 1, 0.0
-    if len(parts) < LEAST_PARTS or not tree.num_rows or options.stride:
-        return None
-    one = _keeping_nothing(built, len(parts))
-    simulation = simulate(tree, one, limits.head_starts)
-    known: dict[tuple[int, int, float], tuple[float, float, float]] = {}
-    first = simulate(tree, dataclasses.replace(one.kinds[0][1], ops=one.halves[0]), limits.head_starts).forward
-    again = limits.cost.forward.seconds(first._replace(heads=0))
-    before, seconds, peaks, scores = math.inf, limits.cost.estimate(simulation), dict[int, float](), dict[int, float]()
+
+    schedule: Schedule | None
+    peak: float = 0.0
+    seconds: float = 0.0
+
+
+def _between_parts(tree: PrefixTree, built: Callable[[Keep], Schedule], options: Options, limits: Limits) -> _Way:
+    """Choose what to keep of the values that pass between parts, as asked for, or as ranks agreed, or the fastest way
+    that fits into `room`.
+
+    Only if the user set the budget and parameters are gathered from other ranks, values are given up for memory as
+    well: with a budget of zero it is the stride with the least product of predicted peak and seconds to the power of
+    `WEIGHT_OF_TIME`, since a larger stride costs time and hardly lowers a peak that weights or activations make. The
+    budget then pays for a smaller stride first, and for kept graphs after that. Groups gather parameters more often
+    than any stride, and come last there.
+    """
+    parts, room = limits.parts, math.inf if limits.room is None else limits.room
+    stride, sent = max(options.stride or 1, limits.stride), tree.num_rows * sum(part.sent for part in parts)
+    may_stride = len(parts) >= LEAST_PARTS and tree.num_rows > 0 and not options.stride
+    is_gathered = any(part.gathered[0] for part in parts)
+    is_weighed = may_stride and is_gathered and limits.is_asked_for
+    ways: list[_Way] = []
+    if max(limits.groups, options.groups or 1) == 1:
+        nothing = built(KEEP_NOTHING)
+        if len(parts) > 1:
+            nothing = nothing.with_parts([(len(parts) - 1, nothing), (1, built(Keep(frozenset({0}))))])
+        if stride > 1:
+            return _Way(dataclasses.replace(nothing, stride=min(stride, max(len(parts), 1))))
+        if sent <= room and not is_weighed:
+            return _Way(None)
+        ways += _strides(tree, nothing, limits, room) if may_stride else ()
+    if not (ways and is_gathered):
+        groups = _groups(tree, limits, sent / max(tree.num_rows, 1), options.groups or 1)
+        in_groups = built(KEEP_NOTHING).in_groups(_group_ops(group, tree.of(group), options, limits) for group in groups)
+        if not ways:
+            return _Way(in_groups if len(groups) > 1 else None)
+        ways.append(_Way(in_groups, 0.0, limits.cost.estimate(simulate(tree, in_groups, limits.head_starts))))
+    if not is_weighed:
+        return min(ways, key=lambda way: way.seconds)
+    best = min(ways, key=lambda way: way.peak * way.seconds**WEIGHT_OF_TIME)
+    paid = (way._replace(peak=max(way.peak - best.peak, 0.0)) for way in ways)
+    return min((way for way in paid if way.peak <= (limits.budget or 0)), key=lambda way: way.seconds)
+
+
+def _strides(tree: PrefixTree, nothing: Schedule, limits: Limits, room: float) -> Iterator[_Way]:
+    """Yield the strides of a schedule that keeps nothing else, of which values between parts fit into `room`.
+
+    Beyond about the root of the number of parts, what a stretch computes again takes more.
+    """
+    parts, heads, before = limits.parts, limits.head_starts, math.inf
+    simulation = simulate(tree, nothing, heads)
+    first = simulate(tree, dataclasses.replace(nothing.kinds[0][1], ops=nothing.halves[0]), heads).forward
+    again, once = limits.cost.forward.seconds(first._replace(heads=0)), limits.cost.estimate(simulation)
+    known: dict[tuple[object, ...], tuple[float, float, float]] = {}
     for stride in range(1, len(parts)):
-        run = dataclasses.replace(one, stride=stride)
-        stretches = run.stretches(len(parts))
-        ends = [passed[stretch[-1]] for stretch in stretches]
-        whole = [sum(ends[:i]) + sum(passed[number] for number in stretch) for i, stretch in enumerate(stretches)]
-        kept = max(*whole, sum(ends))
-        if kept > before:  # beyond about the root of the number of parts, what a stretch computes again takes more
-            break
-        if (before := kept) <= room:
-            halves = tree, run, parts, simulation.peak_stack_tokens, limits.head_starts, known
-            peaks[stride] = max(bytes_of_halves(*halves))
-            scores[stride] = peaks[stride] * (seconds + again * run.share_again) ** WEIGHT_OF_TIME
-    if not peaks:
-        return None
-    best = min(scores, key=lambda stride: scores[stride]) if is_weighed else min(peaks)
-    budget = limits.budget or 0 if is_weighed else math.inf
-    stride = next(stride for stride in peaks if peaks[stride] - peaks[best] <= budget)
-    return stride, max(peaks[stride] - peaks[best], 0.0)
+        run = dataclasses.replace(nothing, stride=stride)
+        held = tree.num_rows * Crossing(parts, run.stretches(len(parts))).most
+        if held > before and stride**2 > len(parts):
+            return
+        if (before := held) <= room:
+            peak = max(bytes_of_halves(tree, run, parts, simulation.peak_stack_tokens, heads, known))
+            yield _Way(run if stride > 1 else None, peak, once + again * run.share_again)
 
 
 def _groups(tree: PrefixTree, limits: Limits, sent: float, least: int) -> list[list[int]]:

@@ -104,6 +104,7 @@ class Crossing:
         again: computed again by earlier parts of its stretch.
         arrived: gradients that have come from later parts.
         received: values that it reads, and so the gradients that it returns.
+        most: the most that are there at one time, with those that a part sends or their gradients.
     """
 
     def __init__(self, parts: Sequence[PartBytes], stretches: Sequence[range], saves: bool = True) -> None:
@@ -132,11 +133,8 @@ class Crossing:
                 for reader in readers:
                     self.received[reader] += size
         self.forward, self.kept, self.again, self.arrived = (list(accumulate(level)) for level in levels)
-
-    @property
-    def most(self) -> float:
-        """Most bytes per token that are kept or computed again at one time."""
-        return max(self.forward[-2], *map(sum, zip(self.kept, self.again, strict=True)))
+        here = zip(parts, self.forward, self.kept, self.again, strict=False)
+        self.most = max(part.sent + max(out, kept + again) for part, out, kept, again in here)
 
 
 def bytes_of_halves(

@@ -189,102 +189,93 @@ def _lower_bounds(tree: PrefixTree, options: Options, mode: str, limits: Limits)
 
 
 def _build(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Schedule:
-    has_states = limits.footprint.has_states
+    has_states, budget = limits.footprint.has_states, limits.budget
     chunks = chunk_tree(tree, options, has_states)
-    keep = KEEP_ALL
-    if mode == "transparent":
-        known = (limits.budget, limits.footprint, limits.cost, limits.head_starts)
-        keep = choose_keep(tree, options, chunks, *known)
 
     def built(keep: Keep) -> Schedule:
         schedule = build_schedule(tree, options, mode, keep, chunks)
         return with_states(tree, schedule) if has_states else schedule
 
-    if mode != "transparent" or options.sweep != "stages":
-        return built(keep)
-    way = _between_parts(tree, built, options, limits)
-    if way.schedule is not None:
-        return way.schedule
-    if limits.budget is None or not limits.parts:
-        return built(keep)
-    if way.peak:
-        limits = dataclasses.replace(limits, budget=int(limits.budget - way.peak))
-        keep = choose_keep(tree, options, chunks, limits.budget, limits.footprint, limits.cost, limits.head_starts)
-    usual, (layers, of_last) = built(keep), spend_rest(tree, chunks, keep, limits)
+    by_stages = mode == "transparent" and options.sweep == "stages"
+    if by_stages:
+        fewer, paid = _between_parts(tree, built, options, limits)
+        if fewer is not None:
+            return fewer
+        budget = None if budget is None else int(budget - paid)
+    known = (limits.footprint, limits.cost, limits.head_starts)
+    keep = choose_keep(tree, options, chunks, budget, *known) if mode == "transparent" else KEEP_ALL
+    usual = built(keep)
+    if not by_stages or budget is None or not limits.parts:
+        return usual
+    layers, of_last = spend_rest(tree, chunks, keep, dataclasses.replace(limits, budget=budget))
     others = len(limits.parts) - 1 - layers
     return usual.with_parts([(others, usual), (layers, built(KEEP_ALL) if layers else usual), (1, built(of_last))])
 
 
 class _Way(NamedTuple):
-    """Way to hold the values that pass between parts: all at once, with a stride, or group by group.
-
-    Attributes:
-        schedule: keeps nothing else but the graph of the last part that its backward needs first; None: all are kept.
-        peak: peak bytes, or those that count against the budget.
-        seconds: estimated time.
-    """
+    """Way to hold the values that pass between parts: all (the schedule is None), with a stride, or group by group."""
 
     schedule: Schedule | None
+    seconds: float
     peak: float = 0.0
-    seconds: float = 0.0
 
 
-def _between_parts(tree: PrefixTree, built: Callable[[Keep], Schedule], options: Options, limits: Limits) -> _Way:
-    """Choose what to keep of the values that pass between parts, as asked for, or as ranks agreed, or the fastest way
-    that fits into `room`.
+def _between_parts(
+    tree: PrefixTree, built: Callable[[Keep], Schedule], options: Options, limits: Limits
+) -> tuple[Schedule | None, float]:
+    """Return a schedule that keeps fewer of the values that pass between parts, or None and the bytes of the budget
+    that all of them take.
 
-    Only if the user set the budget and parameters are gathered from other ranks, values are given up for memory as
-    well: with a budget of zero it is the stride with the least product of predicted peak and seconds to the power of
-    `WEIGHT_OF_TIME`, since a larger stride costs time and hardly lowers a peak that weights or activations make. The
-    budget then pays for a smaller stride first, and for kept graphs after that. Groups gather parameters more often
-    than any stride, and come last there.
+    It is the one that is asked for, or that ranks agreed on, or the fastest that fits into `room`. Only if the user set
+    the budget and parameters are gathered from other ranks, values are given up for memory as well: with a budget of
+    zero it is the stride with the least product of predicted peak and seconds to the power of `WEIGHT_OF_TIME`, since a
+    larger stride costs time and hardly lowers a peak that weights or activations make. The budget then pays for a
+    smaller stride first, and for kept graphs after that. Groups gather parameters more often, and are the last resort.
     """
-    parts, room = limits.parts, math.inf if limits.room is None else limits.room
-    stride, sent = max(options.stride or 1, limits.stride), tree.num_rows * sum(part.sent for part in parts)
+    parts, sent = limits.parts, sum(part.sent for part in limits.parts)
+    asked, least = max(options.stride or 1, limits.stride), max(options.groups or 1, limits.groups)
+    is_gathered, ways = any(part.gathered[0] for part in parts), list[_Way]()
     may_stride = len(parts) >= LEAST_PARTS and tree.num_rows > 0 and not options.stride
-    is_gathered = any(part.gathered[0] for part in parts)
     is_weighed = may_stride and is_gathered and limits.is_asked_for
-    ways: list[_Way] = []
-    if max(limits.groups, options.groups or 1) == 1:
+    if least == 1:
+        if asked == 1 and not is_weighed and tree.num_rows * sent <= (math.inf if limits.room is None else limits.room):
+            return None, 0.0
         nothing = built(KEEP_NOTHING)
-        if len(parts) > 1:
+        if len(parts) > 1:  # the graph of the last part is needed first
             nothing = nothing.with_parts([(len(parts) - 1, nothing), (1, built(Keep(frozenset({0}))))])
-        if stride > 1:
-            return _Way(dataclasses.replace(nothing, stride=min(stride, max(len(parts), 1))))
-        if sent <= room and not is_weighed:
-            return _Way(None)
-        ways += _strides(tree, nothing, limits, room) if may_stride else ()
-    if not (ways and is_gathered):
-        groups = _groups(tree, limits, sent / max(tree.num_rows, 1), options.groups or 1)
-        in_groups = built(KEEP_NOTHING).in_groups(_group_ops(group, tree.of(group), options, limits) for group in groups)
-        if not ways:
-            return _Way(in_groups if len(groups) > 1 else None)
-        ways.append(_Way(in_groups, 0.0, limits.cost.estimate(simulate(tree, in_groups, limits.head_starts))))
-    if not is_weighed:
-        return min(ways, key=lambda way: way.seconds)
+        if asked > 1:
+            return dataclasses.replace(nothing, stride=min(asked, max(len(parts), 1))), 0.0
+        ways += _strides(tree, nothing, limits) if may_stride else ()
+    if not ways or not is_gathered:
+        groups = _groups(tree, limits, sent, least)
+        run = built(KEEP_NOTHING).in_groups(_group_ops(group, tree.of(group), options, limits) for group in groups)
+        seconds = limits.cost.estimate(simulate(tree, run, limits.head_starts)) if ways else 0.0
+        ways.append(_Way(run if len(groups) > 1 else None, seconds))
+    if not is_weighed or not any(way.peak for way in ways):
+        return min(ways, key=lambda way: way.seconds).schedule, 0.0
     best = min(ways, key=lambda way: way.peak * way.seconds**WEIGHT_OF_TIME)
-    paid = (way._replace(peak=max(way.peak - best.peak, 0.0)) for way in ways)
-    return min((way for way in paid if way.peak <= (limits.budget or 0)), key=lambda way: way.seconds)
+    paid = [(way, max(way.peak - best.peak, 0.0)) for way in ways]
+    way, size = min((way for way in paid if way[1] <= (limits.budget or 0)), key=lambda way: way[0].seconds)
+    return way.schedule, size
 
 
-def _strides(tree: PrefixTree, nothing: Schedule, limits: Limits, room: float) -> Iterator[_Way]:
+def _strides(tree: PrefixTree, nothing: Schedule, limits: Limits) -> Iterator[_Way]:
     """Yield the strides of a schedule that keeps nothing else, of which values between parts fit into `room`.
 
     Beyond about the root of the number of parts, what a stretch computes again takes more.
     """
     parts, heads, before = limits.parts, limits.head_starts, math.inf
-    simulation = simulate(tree, nothing, heads)
+    simulation, known = simulate(tree, nothing, heads), dict[tuple[object, ...], tuple[float, float, float]]()
     first = simulate(tree, dataclasses.replace(nothing.kinds[0][1], ops=nothing.halves[0]), heads).forward
     again, once = limits.cost.forward.seconds(first._replace(heads=0)), limits.cost.estimate(simulation)
-    known: dict[tuple[object, ...], tuple[float, float, float]] = {}
     for stride in range(1, len(parts)):
         run = dataclasses.replace(nothing, stride=stride)
         held = tree.num_rows * Crossing(parts, run.stretches(len(parts))).most
         if held > before and stride**2 > len(parts):
             return
-        if (before := held) <= room:
+        if (before := held) <= (math.inf if limits.room is None else limits.room):
             peak = max(bytes_of_halves(tree, run, parts, simulation.peak_stack_tokens, heads, known))
-            yield _Way(run if stride > 1 else None, peak, once + again * run.share_again)
+            yield _Way(run if stride > 1 else None, once + again * run.share_again, peak)
 
 
 def _groups(tree: PrefixTree, limits: Limits, sent: float, least: int) -> list[list[int]]:

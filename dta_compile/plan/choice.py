@@ -39,19 +39,28 @@ class Choice:
     simulation: Simulation
 
     @classmethod
-    def of(cls, tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Choice:
-        """Return the schedule of a strategy over a shared tree, or over the unshared one if it is dense."""
+    def of(cls, tree: PrefixTree, options: Options, mode: str, limits: Limits, most: float = math.inf) -> Choice:
+        """Return the schedule of a strategy over a shared tree, or over the unshared one if it is dense.
+
+        Where its peak exceeds `most` bytes, it keeps less.
+        """
         if options.strategy == "dense" and tree.shared:
             unshared = tree.unshared()
             tree, limits = unshared, limits.unshared(tree, unshared)
-        schedule = _build(tree, options, mode, limits)
-        return cls(tree, limits, schedule, simulate(tree, schedule, limits.head_starts))
+        step = 1
+        while True:
+            schedule = _build(tree, options, mode, limits)
+            choice = cls(tree, limits, schedule, simulate(tree, schedule, limits.head_starts))
+            if most == math.inf or not limits.budget or (over := choice.peak - most) <= 0:
+                return choice
+            limits = dataclasses.replace(limits, budget=max(int(limits.budget - step * over), 0))
+            step *= 2  # chunks and layers are kept as a whole
 
     @property
     def seconds(self) -> float:
         return self.limits.cost.estimate(self.simulation)
 
-    @property
+    @functools.cached_property
     def peak(self) -> float:
         """Peak bytes, without outputs."""
         parts, stack_tokens = self.limits.parts_of(self.schedule.sweep), self.simulation.peak_stack_tokens
@@ -95,9 +104,9 @@ def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -
     assert limits.budget is not None
 
     @functools.cache
-    def chosen(sweep: str, budget: int, sizes: tuple[int, ...]) -> Choice:
+    def chosen(sweep: str, budget: int, sizes: tuple[int, ...], most: float | None = None) -> Choice:
         known = dataclasses.replace(limits.of_sweep(sweep), budget=budget, chunk_sizes=sizes)
-        return _choose_for_sweep(tree, dataclasses.replace(options, sweep=sweep), mode, known)[0]
+        return _choose_for_sweep(tree, dataclasses.replace(options, sweep=sweep), mode, known, most)[0]
 
     sizes_of = {sweep: limits.of_sweep(sweep).chunk_sizes for sweep in SWEEPS}
     nothing = {sweep: chosen(sweep, 0, sizes_of[sweep][:1]) for sweep in SWEEPS}
@@ -108,29 +117,44 @@ def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -
         left = {sweep: budget or -1 for sweep, budget in free.items()}
         if nothing["stages"].schedule.groups or nothing["stages"].schedule.stride > 1:  # the fewest that fit
             left["stages"] = 0
-    choices = [chosen(sweep, budget, sizes_of[sweep]) for sweep, budget in left.items() if budget >= 0]
+    most = None
+    if limits.is_asked_for:
+        leanest = min(SWEEPS, key=lambda sweep: least[sweep])
+        allowed = limits.of_sweep(leanest).with_nothing_kept(leanest, tree.num_rows).chunk_sizes
+        most = chosen(leanest, 0, allowed).peak + limits.budget
+    choices = [chosen(sweep, budget, sizes_of[sweep], most) for sweep, budget in left.items() if budget >= 0]
     best = min(choices, key=lambda choice: choice.seconds)
     bytes_of_both = ", ".join(f"{sweep} {size / 2**20:,.0f} MiB" for sweep, size in least.items())
     return best, f"; sweeps {best.schedule.sweep}: at least {bytes_of_both}"
 
 
 def _choose_for_sweep(
-    tree: PrefixTree, options: Options, mode: str, limits: Limits
+    tree: PrefixTree, options: Options, mode: str, limits: Limits, most: float | None = None
 ) -> tuple[Choice, Callable[[], str]]:
-    """Choose strategy and chunk size for one sweep (see `choose_lazily`)."""
+    """Choose strategy and chunk size for one sweep (see `choose_lazily`).
+
+    If the user set the budget, sizes compete in the same memory: `most` bytes, or else the peak with a budget of zero,
+    plus the budget.
+    """
     sizes = limits.chunk_sizes if options.chunk_size is None else (options.chunk_size,)
     options = dataclasses.replace(options, chunk_size=sizes[0])
     if options.strategy == "auto":
         best, reason = _cheapest_strategy(tree, options, mode, limits)
     else:
         best, reason = Choice.of(tree, options, mode, limits), lambda: "asked for"
-    strategy, larger_sizes = best.schedule.strategy, ""
-    for size in sizes[1:] if strategy != "dense" else ():
-        if best.tree.num_rows <= best.schedule.chunk_size:
+    options, larger_sizes = dataclasses.replace(options, strategy=best.schedule.strategy), ""
+    if not (limits.is_asked_for and limits.budget and best.tree is tree):
+        most = math.inf
+    else:
+        if most is None:
+            least, _ = _choose_for_sweep(tree, options, mode, limits.with_nothing_kept(options.sweep, tree.num_rows))
+            most = least.peak + limits.budget
+        best = Choice.of(tree, options, mode, limits, most)
+    for size in sizes[1:] if best.tree is tree else ():
+        if tree.num_rows <= best.schedule.chunk_size:
             break
-        larger = dataclasses.replace(options, strategy=strategy, chunk_size=size)
-        choice = Choice.of(tree, larger, mode, limits)
-        if choice.seconds < (1 - LEAST_GAIN) * best.seconds:
+        choice = Choice.of(tree, dataclasses.replace(options, chunk_size=size), mode, limits, most)
+        if choice.seconds < (1 - LEAST_GAIN * (most == math.inf)) * best.seconds and choice.peak <= most:
             before, relative = best.schedule.chunk_size, choice.seconds / best.seconds
             larger_sizes += f"; chunks of {size:,} {relative:.2f} of {before:,}"
             best = choice

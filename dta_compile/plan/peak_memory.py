@@ -216,7 +216,7 @@ def _halves(
         chunk = extent(op)
         passes = isinstance(op, Backward) if half else isinstance(chunk, Chunk)
         after = before + passed[half] * chunk.tokens if passes and chunk is not None else before
-        begun = sums if half else 0.0
+        begun = sums if isinstance(op, Backward) else 0.0  # which a forward before them does not have yet
         peaks[half] = max(peaks[half], before + of_op.peak, after + of_op.kept + begun)
         before = after
     return peaks[0], peaks[1], left

@@ -257,12 +257,13 @@ def _between_parts(
     smaller stride first, and for kept graphs after that. Groups gather parameters more often, and are the last resort.
     """
     parts, sent = limits.parts, sum(part.sent for part in limits.parts)
+    room = math.inf if limits.room is None else limits.room
     asked, least = max(options.stride or 1, limits.stride), max(options.groups or 1, limits.groups)
     is_gathered, ways = any(part.gathered[0] for part in parts), list[_Way]()
     may_stride = len(parts) >= LEAST_PARTS and tree.num_rows > 0 and not options.stride
     is_weighed = may_stride and is_gathered and limits.is_asked_for
     if least == 1:
-        if asked == 1 and not is_weighed and tree.num_rows * sent <= (math.inf if limits.room is None else limits.room):
+        if asked == 1 and not is_weighed and tree.num_rows * sent <= room:
             return None, 0.0
         nothing = built(KEEP_NOTHING)
         if len(parts) > 1:  # the graph of the last part is needed first
@@ -272,9 +273,10 @@ def _between_parts(
         ways += _strides(tree, nothing, limits) if may_stride else ()
     if not ways or not is_gathered:
         groups = _groups(tree, limits, sent, least)
-        run = built(KEEP_NOTHING).in_groups(_group_ops(group, tree.of(group), options, limits) for group in groups)
-        seconds = limits.cost.estimate(simulate(tree, run, limits.head_starts)) if ways else 0.0
-        ways.append(_Way(run if len(groups) > 1 else None, seconds))
+        if not ways or max(tree.of(group).num_rows for group in groups) * sent <= room:
+            run = built(KEEP_NOTHING).in_groups(_group_ops(group, tree.of(group), options, limits) for group in groups)
+            seconds = limits.cost.estimate(simulate(tree, run, limits.head_starts)) if ways else 0.0
+            ways.append(_Way(run if len(groups) > 1 else None, seconds))
     if not is_weighed or not any(way.peak for way in ways):
         return min(ways, key=lambda way: way.seconds).schedule, 0.0
     best = min(ways, key=lambda way: way.peak * way.seconds**WEIGHT_OF_TIME)

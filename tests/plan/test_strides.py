@@ -73,6 +73,8 @@ def test_a_stride_is_taken_where_hidden_states_do_not_fit_and_groups_where_none_
     least = planned(room=5 * sent - 1).schedule
     assert least.stride == 1 and len(least.groups) > 1
     deep = PARTS[:-1] * 3 + PARTS[-1:]
+    chain = PrefixTree.build([[1] * ROWS])
+    assert planned(room=5 * sent, tree=chain).schedule.stride > 1, "one sequence is no two groups"
     assert [planned(deep, room=n * sent).schedule.stride for n in (27, 26, 14, 13, 10, 9)] == [1, 2, 2, 3, 4, 5]
     assert planned(room=9 * sent - 1, options=dataclasses.replace(OPTIONS, stride=1)).schedule.groups
     assert planned(room=9 * sent - 1, options=dataclasses.replace(OPTIONS, groups=2)).schedule.stride == 1

@@ -149,15 +149,14 @@ class OverRanks:
 
 def bytes_of_rank(dealing: Dealing, rank: int, schedule: Schedule, limits: Limits) -> float:
     """Return the peak bytes of a rank of one tree, besides its share of the model."""
-    share, held = dealing.tokens[rank] / max(dealing.tree.num_rows, 1), dealing.held[rank]
-    parts = [part._replace(sent=part.sent * share) for part in limits.parts]
+    held, parts = dealing.held[rank], limits.parts
     first, second = bytes_of_halves(dealing.tree, schedule, parts, held, limits.head_starts)
-    # Gradients of states are float32 sums, not as wide as the states, as `bytes_of_halves` counts them: those of own
-    # tokens; and those above the piece with the messages that they travel in, of some heads at a time.
+    # Gradients of states are there of own tokens alone, not of all on the stack as `bytes_of_halves` counts them; and
+    # those above the piece with the messages that they travel in, of some heads at a time.
     width = max(part.footprint.kv_token for part in parts)
     above, own = dealing.most_above[rank], dealing.exported[rank]
     at_once = 2 * above / blocks(int(above * width))
-    return max(first, second + width * ((own + at_once) * SUM / NUMBER - held))
+    return max(first, second + width * (own + at_once - held) * SUM / NUMBER)
 
 
 def _imbalance(seconds: Sequence[float]) -> float:

@@ -179,6 +179,7 @@ def footprint_of(shape: ModelShape) -> Footprint:
         kv_token=shape.kv_width * shape.attention_layers * NUMBER,
         result_token=shape.attention_width * shape.attention_layers * NUMBER,
         working=working,
+        kv_gradient=SUM / NUMBER,
     )
 
 
@@ -349,16 +350,14 @@ class _Step:
             limits = dataclasses.replace(limits, room=self.room)
         plan = make_plan(self.tree, options, limits=limits)
         parts, stack = limits.parts_of(sweep), plan.simulation.peak_stack_tokens
-        first, second = bytes_of_halves(plan.prefix_tree, plan.schedule, parts, stack, plan.limits.head_starts)
-        # KV gradients are float32 sums, wider than the KV that `bytes_of_halves` counts for them.
-        second += stack * max(part.footprint.kv_token for part in parts) * (SUM / NUMBER - 1)
+        halves = bytes_of_halves(plan.prefix_tree, plan.schedule, parts, stack, plan.limits.head_starts)
         groups, stride = len(plan.schedule.groups), plan.schedule.stride
         prediction = Prediction(
             f"{sweep}, {name}"
             + (f", {groups} groups of subtrees" if groups else "")
             + (f", stride {stride}" if stride > 1 else ""),
             self.batches * plan.estimates.seconds,
-            self.held(sweep) + max(first, second),
+            self.held(sweep) + max(halves),
             self.batches * plan.simulation.recomputed_tokens,
             self.factors,
             sweep,

@@ -215,7 +215,7 @@ class Part:
         layers: numbers of its mixer layers, which its graphs number from zero.
         reads, writes: numbers of the values that cross from part to part, one tensor per chunk each.
         frontier: the frontier values that it computes.
-        written_bytes: bytes that it writes, per token.
+        written: bytes per token of each tensor that it writes, and the parts that read it, ascending.
     """
 
     graphs: ChunkGraphs
@@ -224,7 +224,12 @@ class Part:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     frontier: tuple[int, ...]
-    written_bytes: float = 0.0
+    written: tuple[tuple[float, tuple[int, ...]], ...] = ()
+
+    @property
+    def written_bytes(self) -> float:
+        """Return the bytes that it writes, per token."""
+        return sum(size for size, _ in self.written)
 
 
 class _Forward:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from dta_compile.plan.cost import Limits
 from dta_compile.plan.division.balance import balance
 from dta_compile.plan.interpret import Work
 from dta_compile.plan.keep import choose_keep, spend_rest
-from dta_compile.plan.peak_memory import bytes_of_halves
+from dta_compile.plan.peak_memory import Crossing, bytes_of_halves
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule
 from dta_compile.plan.schedule import SWEEPS, GroupOps, Schedule
 from dta_compile.plan.simulate import Simulation, causal_pairs, simulate
@@ -38,19 +39,28 @@ class Choice:
     simulation: Simulation
 
     @classmethod
-    def of(cls, tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Choice:
-        """Return the schedule of a strategy over a shared tree, or over the unshared one if it is dense."""
+    def of(cls, tree: PrefixTree, options: Options, mode: str, limits: Limits, most: float = math.inf) -> Choice:
+        """Return the schedule of a strategy over a shared tree, or over the unshared one if it is dense.
+
+        Where its peak exceeds `most` bytes, it keeps less.
+        """
         if options.strategy == "dense" and tree.shared:
             unshared = tree.unshared()
             tree, limits = unshared, limits.unshared(tree, unshared)
-        schedule = _build(tree, options, mode, limits)
-        return cls(tree, limits, schedule, simulate(tree, schedule, limits.head_starts))
+        step = 1
+        while True:
+            schedule = _build(tree, options, mode, limits)
+            choice = cls(tree, limits, schedule, simulate(tree, schedule, limits.head_starts))
+            if most == math.inf or not limits.budget or (over := choice.peak - most) <= 0:
+                return choice
+            limits = dataclasses.replace(limits, budget=max(int(limits.budget - step * over), 0))
+            step *= 2  # chunks and layers are kept as a whole
 
     @property
     def seconds(self) -> float:
         return self.limits.cost.estimate(self.simulation)
 
-    @property
+    @functools.cached_property
     def peak(self) -> float:
         """Peak bytes, without outputs."""
         parts, stack_tokens = self.limits.parts_of(self.schedule.sweep), self.simulation.peak_stack_tokens
@@ -94,9 +104,9 @@ def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -
     assert limits.budget is not None
 
     @functools.cache
-    def chosen(sweep: str, budget: int, sizes: tuple[int, ...]) -> Choice:
+    def chosen(sweep: str, budget: int, sizes: tuple[int, ...], most: float | None = None) -> Choice:
         known = dataclasses.replace(limits.of_sweep(sweep), budget=budget, chunk_sizes=sizes)
-        return _choose_for_sweep(tree, dataclasses.replace(options, sweep=sweep), mode, known)[0]
+        return _choose_for_sweep(tree, dataclasses.replace(options, sweep=sweep), mode, known, most)[0]
 
     sizes_of = {sweep: limits.of_sweep(sweep).chunk_sizes for sweep in SWEEPS}
     nothing = {sweep: chosen(sweep, 0, sizes_of[sweep][:1]) for sweep in SWEEPS}
@@ -107,29 +117,44 @@ def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -
         left = {sweep: budget or -1 for sweep, budget in free.items()}
         if nothing["stages"].schedule.groups or nothing["stages"].schedule.stride > 1:  # the fewest that fit
             left["stages"] = 0
-    choices = [chosen(sweep, budget, sizes_of[sweep]) for sweep, budget in left.items() if budget >= 0]
+    most = None
+    if limits.is_asked_for:
+        leanest = min(SWEEPS, key=lambda sweep: least[sweep])
+        allowed = limits.of_sweep(leanest).with_nothing_kept(leanest, tree.num_rows).chunk_sizes
+        most = chosen(leanest, 0, allowed).peak + limits.budget
+    choices = [chosen(sweep, budget, sizes_of[sweep], most) for sweep, budget in left.items() if budget >= 0]
     best = min(choices, key=lambda choice: choice.seconds)
     bytes_of_both = ", ".join(f"{sweep} {size / 2**20:,.0f} MiB" for sweep, size in least.items())
     return best, f"; sweeps {best.schedule.sweep}: at least {bytes_of_both}"
 
 
 def _choose_for_sweep(
-    tree: PrefixTree, options: Options, mode: str, limits: Limits
+    tree: PrefixTree, options: Options, mode: str, limits: Limits, most: float | None = None
 ) -> tuple[Choice, Callable[[], str]]:
-    """Choose strategy and chunk size for one sweep (see `choose_lazily`)."""
+    """Choose strategy and chunk size for one sweep (see `choose_lazily`).
+
+    If the user set the budget, sizes compete in the same memory: `most` bytes, or else the peak with a budget of zero,
+    plus the budget.
+    """
     sizes = limits.chunk_sizes if options.chunk_size is None else (options.chunk_size,)
     options = dataclasses.replace(options, chunk_size=sizes[0])
     if options.strategy == "auto":
         best, reason = _cheapest_strategy(tree, options, mode, limits)
     else:
         best, reason = Choice.of(tree, options, mode, limits), lambda: "asked for"
-    strategy, larger_sizes = best.schedule.strategy, ""
-    for size in sizes[1:] if strategy != "dense" else ():
-        if best.tree.num_rows <= best.schedule.chunk_size:
+    options, larger_sizes = dataclasses.replace(options, strategy=best.schedule.strategy), ""
+    if not (limits.is_asked_for and limits.budget and best.tree is tree):
+        most = math.inf
+    else:
+        if most is None:
+            least, _ = _choose_for_sweep(tree, options, mode, limits.with_nothing_kept(options.sweep, tree.num_rows))
+            most = least.peak + limits.budget
+        best = Choice.of(tree, options, mode, limits, most)
+    for size in sizes[1:] if best.tree is tree else ():
+        if tree.num_rows <= best.schedule.chunk_size:
             break
-        larger = dataclasses.replace(options, strategy=strategy, chunk_size=size)
-        choice = Choice.of(tree, larger, mode, limits)
-        if choice.seconds < (1 - LEAST_GAIN) * best.seconds:
+        choice = Choice.of(tree, dataclasses.replace(options, chunk_size=size), mode, limits, most)
+        if choice.seconds < (1 - LEAST_GAIN * (most == math.inf)) * best.seconds and choice.peak <= most:
             before, relative = best.schedule.chunk_size, choice.seconds / best.seconds
             larger_sizes += f"; chunks of {size:,} {relative:.2f} of {before:,}"
             best = choice
@@ -188,93 +213,95 @@ def _lower_bounds(tree: PrefixTree, options: Options, mode: str, limits: Limits)
 
 
 def _build(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Schedule:
-    has_states = limits.footprint.has_states
+    has_states, budget = limits.footprint.has_states, limits.budget
     chunks = chunk_tree(tree, options, has_states)
-    keep = KEEP_ALL
-    if mode == "transparent":
-        known = (limits.budget, limits.footprint, limits.cost, limits.head_starts)
-        keep = choose_keep(tree, options, chunks, *known)
 
     def built(keep: Keep) -> Schedule:
         schedule = build_schedule(tree, options, mode, keep, chunks)
         return with_states(tree, schedule) if has_states else schedule
 
+    by_stages = mode == "transparent" and options.sweep == "stages"
+    if by_stages:
+        fewer, paid = _between_parts(tree, built, options, limits)
+        if fewer is not None:
+            return fewer
+        budget = None if budget is None else int(budget - paid)
+    known = (limits.footprint, limits.cost, limits.head_starts)
+    keep = choose_keep(tree, options, chunks, budget, *known) if mode == "transparent" else KEEP_ALL
     usual = built(keep)
-    if mode != "transparent" or options.sweep != "stages":
+    if not by_stages or budget is None or not limits.parts:
         return usual
-    least, sent = options.groups or 1, sum(part.sent for part in limits.parts)
-    of_stride = None if max(limits.groups, least) > 1 else _stride(tree, built, options, limits)
-    if of_stride is None:
-        groups = _groups(tree, limits, sent, least)
-        if len(groups) > 1:
-            return usual.in_groups(_group_ops(group, tree.of(group), options, limits) for group in groups)
-    stride, taken = of_stride or (1, 0.0)
-    if stride > 1:
-        return dataclasses.replace(_keeping_nothing(built, len(limits.parts)), stride=stride)
-    if limits.budget is None or not limits.parts:
-        return usual
-    if taken:
-        limits = dataclasses.replace(limits, budget=int(limits.budget - taken))
-        keep = choose_keep(tree, options, chunks, limits.budget, limits.footprint, limits.cost, limits.head_starts)
-        usual = built(keep)
-    layers, of_last = spend_rest(tree, chunks, keep, limits)
+    layers, of_last = spend_rest(tree, chunks, keep, dataclasses.replace(limits, budget=budget))
     others = len(limits.parts) - 1 - layers
     return usual.with_parts([(others, usual), (layers, built(KEEP_ALL) if layers else usual), (1, built(of_last))])
 
 
-def _keeping_nothing(built: Callable[[Keep], Schedule], parts: int) -> Schedule:
-    """Return a schedule that keeps boundary values, and the graph of the last part that its backward needs first."""
-    nothing = built(KEEP_NOTHING)
-    if parts < 2:
-        return nothing
-    return nothing.with_parts([(parts - 1, nothing), (1, built(Keep(frozenset({0}))))])
+class _Way(NamedTuple):
+    """Way to hold the values that pass between parts: all (the schedule is None), with a stride, or group by group."""
+
+    schedule: Schedule | None
+    seconds: float
+    peak: float = 0.0
 
 
-def _stride(
+def _between_parts(
     tree: PrefixTree, built: Callable[[Keep], Schedule], options: Options, limits: Limits
-) -> tuple[int, float] | None:
-    """Return the stride, every how many parts boundary values are kept (1: always), and the bytes of the budget that
-    they take; None: they fit at no stride.
+) -> tuple[Schedule | None, float]:
+    """Return a schedule that keeps fewer of the values that pass between parts, or None and the bytes of the budget
+    that all of them take.
 
-    It is the smallest one that fits. Only if the user set the budget and parameters are gathered from other ranks, a
-    larger one may be chosen: with a budget of zero the one with the least product of predicted peak and seconds to the
-    power of `WEIGHT_OF_TIME`, since a larger stride costs time and hardly lowers a peak that weights or activations
-    make. The budget then pays for a smaller stride first, and for kept graphs after that.
+    It is the one that is asked for, or that ranks agreed on, or the fastest that fits into `room`. Only if the user set
+    the budget and parameters are gathered from other ranks, values are given up for memory as well: with a budget of
+    zero it is the stride with the least product of predicted peak and seconds to the power of `WEIGHT_OF_TIME`, since a
+    larger stride costs time and hardly lowers a peak that weights or activations make. The budget then pays for a
+    smaller stride first, and for kept graphs after that. Groups gather parameters more often, and are the last resort.
     """
-    parts = limits.parts
-    is_weighed = limits.is_asked_for and any(part.gathered[0] for part in parts)
-    passed = [part.sent * tree.num_rows for part in parts]
+    parts, sent = limits.parts, sum(part.sent for part in limits.parts)
     room = math.inf if limits.room is None else limits.room
-    if (named := max(options.stride or 1, limits.stride)) > 1:
-        return min(named, max(len(parts), 1)), 0.0
-    if sum(passed) <= room and (not is_weighed or len(parts) < LEAST_PARTS or options.stride):
-        return 1, 0.0
-    if len(parts) < LEAST_PARTS or not tree.num_rows or options.stride:
-        return None
-    one = _keeping_nothing(built, len(parts))
-    simulation = simulate(tree, one, limits.head_starts)
-    known: dict[tuple[int, int, float], tuple[float, float, float]] = {}
-    first = simulate(tree, dataclasses.replace(one.kinds[0][1], ops=one.halves[0]), limits.head_starts).forward
-    again = limits.cost.forward.seconds(first._replace(heads=0))
-    before, seconds, peaks, scores = math.inf, limits.cost.estimate(simulation), dict[int, float](), dict[int, float]()
+    asked, least = max(options.stride or 1, limits.stride), max(options.groups or 1, limits.groups)
+    is_gathered, ways = any(part.gathered[0] for part in parts), list[_Way]()
+    may_stride = len(parts) >= LEAST_PARTS and tree.num_rows > 0 and not options.stride
+    is_weighed = may_stride and is_gathered and limits.is_asked_for
+    if least == 1:
+        if asked == 1 and not is_weighed and tree.num_rows * sent <= room:
+            return None, 0.0
+        nothing = built(KEEP_NOTHING)
+        if len(parts) > 1:  # the graph of the last part is needed first
+            nothing = nothing.with_parts([(len(parts) - 1, nothing), (1, built(Keep(frozenset({0}))))])
+        if asked > 1:
+            return dataclasses.replace(nothing, stride=min(asked, max(len(parts), 1))), 0.0
+        ways += _strides(tree, nothing, limits) if may_stride else ()
+    if not ways or not is_gathered:
+        groups = _groups(tree, limits, sent, least)
+        if not ways or max(tree.of(group).num_rows for group in groups) * sent <= room:
+            run = built(KEEP_NOTHING).in_groups(_group_ops(group, tree.of(group), options, limits) for group in groups)
+            seconds = limits.cost.estimate(simulate(tree, run, limits.head_starts)) if ways else 0.0
+            ways.append(_Way(run if len(groups) > 1 else None, seconds))
+    if not is_weighed or not any(way.peak for way in ways):
+        return min(ways, key=lambda way: way.seconds).schedule, 0.0
+    best = min(ways, key=lambda way: way.peak * way.seconds**WEIGHT_OF_TIME)
+    paid = [(way, max(way.peak - best.peak, 0.0)) for way in ways]
+    way, size = min((way for way in paid if way[1] <= (limits.budget or 0)), key=lambda way: way[0].seconds)
+    return way.schedule, size
+
+
+def _strides(tree: PrefixTree, nothing: Schedule, limits: Limits) -> Iterator[_Way]:
+    """Yield the strides of a schedule that keeps nothing else, of which values between parts fit into `room`.
+
+    Beyond about the root of the number of parts, what a stretch computes again takes more.
+    """
+    parts, heads, before = limits.parts, limits.head_starts, math.inf
+    simulation, known = simulate(tree, nothing, heads), dict[tuple[object, ...], tuple[float, float, float]]()
+    first = simulate(tree, dataclasses.replace(nothing.kinds[0][1], ops=nothing.halves[0]), heads).forward
+    again, once = limits.cost.forward.seconds(first._replace(heads=0)), limits.cost.estimate(simulation)
     for stride in range(1, len(parts)):
-        run = dataclasses.replace(one, stride=stride)
-        stretches = run.stretches(len(parts))
-        ends = [passed[stretch[-1]] for stretch in stretches]
-        whole = [sum(ends[:i]) + sum(passed[number] for number in stretch) for i, stretch in enumerate(stretches)]
-        kept = max(*whole, sum(ends))
-        if kept > before:  # beyond about the root of the number of parts, what a stretch computes again takes more
-            break
-        if (before := kept) <= room:
-            halves = tree, run, parts, simulation.peak_stack_tokens, limits.head_starts, known
-            peaks[stride] = max(bytes_of_halves(*halves))
-            scores[stride] = peaks[stride] * (seconds + again * run.share_again) ** WEIGHT_OF_TIME
-    if not peaks:
-        return None
-    best = min(scores, key=lambda stride: scores[stride]) if is_weighed else min(peaks)
-    budget = limits.budget or 0 if is_weighed else math.inf
-    stride = next(stride for stride in peaks if peaks[stride] - peaks[best] <= budget)
-    return stride, max(peaks[stride] - peaks[best], 0.0)
+        run = dataclasses.replace(nothing, stride=stride)
+        held = tree.num_rows * Crossing(parts, run.stretches(len(parts))).most
+        if held > before and stride**2 > len(parts):
+            return
+        if (before := held) <= (math.inf if limits.room is None else limits.room):
+            peak = max(bytes_of_halves(tree, run, parts, simulation.peak_stack_tokens, heads, known))
+            yield _Way(run if stride > 1 else None, once + again * run.share_again, peak)
 
 
 def _groups(tree: PrefixTree, limits: Limits, sent: float, least: int) -> list[list[int]]:

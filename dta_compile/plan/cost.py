@@ -168,6 +168,14 @@ class Limits:
         budget, sizes = self.by_stages
         return dataclasses.replace(self, budget=budget, chunk_sizes=sizes)
 
+    def with_nothing_kept(self, sweep: str, tokens: int) -> Limits:
+        """Return these limits with a budget of zero, and those of the chunk sizes that it allows."""
+        widest = max(part.footprint.graph_token + part.footprint.graph_head for part in self.parts_of(sweep))
+        boundaries = tokens * sum(part.sent for part in self.parts) if sweep == "stages" else None
+        allowed = chunk_sizes(0.0, widest, BY_STAGES, boundaries)
+        sizes = tuple(size for size in self.chunk_sizes if size in allowed) or self.chunk_sizes[:1]
+        return dataclasses.replace(self, budget=0, chunk_sizes=sizes)
+
     @property
     def of_machine(self) -> OfMachine:
         """Fields that depend on the machine and its earlier runs, not on the model."""

@@ -261,6 +261,7 @@ class Stretch:
 
     def _run_again(self, runs: Sequence[TreeRun]) -> None:
         layers = self.runs[0].call.context.layers
+        needed = {value for run in self.runs for value in run.part.reads}
         for run in runs:
             if layers is not None:
                 layers.begin(run.number)
@@ -269,7 +270,8 @@ class Stretch:
                 sent, _ = run.forward_rows(received)
             if layers is not None and run is not runs[-1]:  # whose weights its backward needs soon
                 layers.end(run.number)
-            self.values |= {value: sent[i :: len(run.part.writes)] for i, value in enumerate(run.part.writes)}
+            written = len(run.part.writes)
+            self.values |= {v: sent[i::written] for i, v in enumerate(run.part.writes) if v in needed}
 
 
 class TreeFunction(torch.autograd.Function):

@@ -156,7 +156,7 @@ def test_bytes_of_halves_of_a_sweep_of_stages():
     stack, graph, sent = 2 * 2, 2 * 13, 2 * 11
     assert bytes_of_halves(tree, schedule, parts, 2) == (
         sent + stack + 5,
-        max(2 * stack + 100 + graph + 2 * sent, sent + 2 * stack + 7 + graph),
+        max(2 * stack + 100 + graph + sent, sent + 2 * stack + 7 + max(graph, sent)),
     )
     reducing = [parts[0], parts[1]._replace(gathered=(0, 0, 1000))]
     assert bytes_of_halves(tree, schedule, reducing, 2)[1] == sent + 1000, "activations are freed by then"

@@ -43,14 +43,27 @@ def test_hidden_states_of_one_stretch_are_there_besides_those_that_are_kept():
     schedule = planned(options=dataclasses.replace(OPTIONS, stride=3)).schedule
     assert schedule.stride == 3 and schedule.share_again == 0.5
     # Stretches 0 to 1, 2 to 4, 5 to 7, 8 and 9. Parts 1, 4, 7 and 8 send what is kept. As part 7 goes backward, what
-    # parts 1, 4, 5, 6 and 7 have sent is there, a gradient of the last, and the activations of one part.
+    # parts 1, 4, 5 and 6 have sent is there, the gradient of what it has sent itself, and activations, or at last the
+    # gradient of what it received.
     sent = LAYER.sent * ROWS
-    assert bytes_of_halves(TREE, schedule, PARTS, 0) == (4 * sent + ROWS, (5 + 1) * sent + ROWS)
+    assert bytes_of_halves(TREE, schedule, PARTS, 0) == (4 * sent + ROWS, (4 + 2) * sent)
     whole = dataclasses.replace(schedule, stride=1)
-    assert bytes_of_halves(TREE, whole, PARTS, 0)[1] == (8 + 2) * sent + ROWS
+    assert bytes_of_halves(TREE, whole, PARTS, 0)[1] == (8 + 2) * sent
     once, again = verify(TREE, whole), verify(TREE, schedule)
     assert again.forward.tokens == once.forward.tokens + ROWS // 2 and again.backward == once.backward
     assert again.recomputed_tokens == once.recomputed_tokens + ROWS // 2
+
+
+def test_values_that_later_parts_read_are_there_until_the_first_of_these_went_backward():
+    """What part 0 sends to parts 1 and 8 enters the stretch of part 8 as well, and has a gradient from there on."""
+    schedule = planned(options=dataclasses.replace(OPTIONS, stride=3)).schedule
+    skip = (LAYER._replace(sent=6.0, readers=((4.0, (1,)), (2.0, (8,)))), *PARTS[1:])
+    sent = LAYER.sent * ROWS
+    assert bytes_of_halves(TREE, schedule, skip, 0) == ((4 + 0.5) * sent + ROWS, (4 + 2 + 0.5) * sent)
+    whole = dataclasses.replace(schedule, stride=1)
+    assert bytes_of_halves(TREE, whole, skip, 0)[1] == (8 + 2 + 2 * 0.5) * sent
+    returned = (*PARTS[:4], LAYER._replace(returned=1e6), *PARTS[5:])
+    assert bytes_of_halves(TREE, whole, returned, 0)[1] == 10 * sent + 1e6, "comes before any part goes backward"
 
 
 def test_a_stride_is_taken_where_hidden_states_do_not_fit_and_groups_where_none_is_enough():
@@ -60,6 +73,8 @@ def test_a_stride_is_taken_where_hidden_states_do_not_fit_and_groups_where_none_
     least = planned(room=5 * sent - 1).schedule
     assert least.stride == 1 and len(least.groups) > 1
     deep = PARTS[:-1] * 3 + PARTS[-1:]
+    chain = PrefixTree.build([[1] * ROWS])
+    assert planned(room=5 * sent, tree=chain).schedule.stride > 1, "one sequence is no two groups"
     assert [planned(deep, room=n * sent).schedule.stride for n in (27, 26, 14, 13, 10, 9)] == [1, 2, 2, 3, 4, 5]
     assert planned(room=9 * sent - 1, options=dataclasses.replace(OPTIONS, stride=1)).schedule.groups
     assert planned(room=9 * sent - 1, options=dataclasses.replace(OPTIONS, groups=2)).schedule.stride == 1

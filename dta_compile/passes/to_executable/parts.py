@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dta_compile.executable.chunk import ChunkGraphs, Part
-from dta_compile.passes.stage_graphs import ChunkStages
-from dta_compile.passes.value_bytes import total
+from dta_compile.passes.stage_graphs import ChunkStages, Memory
 
 # Makes executable graphs from stages and the slots that they receive from other parts.
 Emit = Callable[[ChunkStages, tuple[int, ...]], ChunkGraphs]
@@ -21,8 +20,12 @@ Emit = Callable[[ChunkStages, tuple[int, ...]], ChunkGraphs]
 
 def parts_of(chunk: ChunkStages, emit: Emit) -> list[Part]:
     """Return the parts of a chunk, in order; one part if the chunk is a single stage."""
-    bounds = [*_first_stages(chunk), len(chunk.stages)]
-    return [_part(chunk, first, stop, emit) for first, stop in itertools.pairwise(bounds)]
+    bounds = list(itertools.pairwise([*_first_stages(chunk), len(chunk.stages)]))
+    readers: dict[int, list[int]] = {}  # by slot, the parts that read it, ascending
+    for number, (first, stop) in enumerate(bounds):
+        for slot in {slot for stage in chunk.stages[first:stop] for slot in stage.reads}:
+            readers.setdefault(slot, []).append(number)
+    return [_part(chunk, number, *bounds[number], readers, emit) for number in range(len(bounds))]
 
 
 def _first_stages(chunk: ChunkStages) -> list[int]:
@@ -39,14 +42,15 @@ def _first_stages(chunk: ChunkStages) -> list[int]:
     return sorted(begins | {0})
 
 
-def _part(chunk: ChunkStages, first: int, stop: int, emit: Emit) -> Part:
+def _part(
+    chunk: ChunkStages, number: int, first: int, stop: int, readers: Mapping[int, Sequence[int]], emit: Emit
+) -> Part:
     """Make some stages a chunk of their own. Its inputs are the chunk's inputs that they read, then slots of other
     parts; its outputs are slots that later parts read, then frontier values. Its mixer layers count from zero."""
     stages = chunk.stages[first:stop]
     own = [slot for stage in stages for slot in stage.writes]
     is_last = stop == len(chunk.stages)
-    read_later = {slot for stage in chunk.stages[stop:] for slot in stage.reads}
-    writes = [slot for slot in own if slot in read_later]
+    writes = [slot for slot in own if readers.get(slot, [number])[-1] > number]
     frontier = [i for i, slot in enumerate(chunk.outputs) if slot in own or (is_last and slot < chunk.inputs)]
     outputs = [*writes, *(chunk.outputs[i] for i in frontier)]
     needed = {slot for stage in stages for slot in stage.reads}.union(outputs).difference(own)
@@ -73,7 +77,10 @@ def _part(chunk: ChunkStages, first: int, stop: int, emit: Emit) -> Part:
         outputs=_renumbered(local, outputs),
         differentiated=tuple(differentiated),
     )
-    memory = dict(chunk.memory_of_slots[slot] for slot in writes)
+    of_storages: dict[Memory, tuple[float, set[int]]] = {}
+    for slot in writes:
+        storage, size = chunk.memory_of_slots[slot]
+        of_storages.setdefault(storage, (size.per_token, set()))[1].update(readers[slot])
     return Part(
         graphs=emit(of_part, tuple(range(len(inputs), len(inputs) + len(reads)))),
         inputs=tuple(inputs),
@@ -81,7 +88,7 @@ def _part(chunk: ChunkStages, first: int, stop: int, emit: Emit) -> Part:
         reads=tuple(reads),
         writes=tuple(writes),
         frontier=tuple(frontier),
-        written_bytes=total(memory.values()).per_token,
+        written=tuple((size, tuple(sorted(numbers - {number}))) for size, numbers in of_storages.values()),
     )
 
 

@@ -391,6 +391,7 @@ def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
         tuple(
             known[part.graphs]._replace(
                 sent=part.written_bytes,
+                readers=part.written,
                 reduced=layers.bytes_of_sums(call.parameters(part)) if layers else 0,
                 gathered=layers.bytes_of(number) if layers else (0, 0, 0),
             )
@@ -424,8 +425,11 @@ def _bytes_of_part(call: Call, part: Part) -> PartBytes:
     recurrent = [layer for layer in mixers if isinstance(layer, RecurrentLayer)]
     # At least 1, so that the planner sees recurrences whose states are empty.
     state = max(sum(layer.running.bytes for layer in recurrent), 1) if recurrent else 0
-    size = graphs.token_bytes, graphs.head_bytes, graphs.kv_bytes, graphs.result_bytes
-    footprint = Footprint(*size, graphs.working, state)
+    sizes = graphs.token_bytes, graphs.head_bytes, graphs.kv_bytes, graphs.result_bytes
+    states = [(math.prod(spec.shape), spec.dtype) for layer in mixers for spec in layer.states]
+    narrow = sum(size * dtype.itemsize for size, dtype in states)
+    wide = sum(size * statistics_dtype(dtype).itemsize for size, dtype in states)
+    footprint = Footprint(*sizes, graphs.working, state, wide / narrow if narrow else 1.0)
     sums = 0
     if call.executable.training:
         parameters = call.parameters(part)
@@ -438,7 +442,6 @@ def _peak_bytes(call: PlannedCall) -> float:
     """Predict the peak bytes of a call and its backward, without parameters gathered from other ranks."""
     rows, plan, wanted = call.rows, call.plan, call.wanted
     heads, by_stages = call.computed_heads, plan.schedule.sweep == "stages"
-    share = call.computed_rows / max(rows.tree.num_rows, 1)
     features = [value.dtype.itemsize * math.prod(value.features) for value in call.executable.frontier]
     stored = [heads * size if is_wanted else 0 for size, is_wanted in zip(features, wanted, strict=True)]
     dense = [
@@ -446,7 +449,7 @@ def _peak_bytes(call: PlannedCall) -> float:
         for value, size, is_wanted in zip(call.executable.frontier, features, wanted, strict=True)
     ]
     parts = [
-        known._replace(sent=known.sent * share, returned=sum(dense[i] + stored[i] for i in part.frontier))
+        known._replace(returned=sum(dense[i] for i in part.frontier), on_rows=sum(stored[i] for i in part.frontier))
         for known, part in zip(
             plan.limits.parts_of(plan.schedule.sweep),
             call.executable.parts if by_stages else (call.executable.whole,),

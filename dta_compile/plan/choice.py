@@ -117,13 +117,14 @@ def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -
         left = {sweep: budget or -1 for sweep, budget in free.items()}
         if nothing["stages"].schedule.groups or nothing["stages"].schedule.stride > 1:  # the fewest that fit
             left["stages"] = 0
-    most = None
+    most, choices = None, []
     if limits.is_asked_for:
         leanest = min(SWEEPS, key=lambda sweep: least[sweep])
         allowed = limits.of_sweep(leanest).with_nothing_kept(leanest, tree.num_rows).chunk_sizes
-        most = chosen(leanest, 0, allowed).peak + limits.budget
-    choices = [chosen(sweep, budget, sizes_of[sweep], most) for sweep, budget in left.items() if budget >= 0]
-    best = min(choices, key=lambda choice: choice.seconds)
+        choices = [chosen(leanest, 0, allowed)]
+        most = choices[0].peak + limits.budget
+    choices += [chosen(sweep, budget, sizes_of[sweep], most) for sweep, budget in left.items() if budget >= 0]
+    best = min((c for c in choices if most is None or c.peak <= most), key=lambda choice: choice.seconds)
     bytes_of_both = ", ".join(f"{sweep} {size / 2**20:,.0f} MiB" for sweep, size in least.items())
     return best, f"; sweeps {best.schedule.sweep}: at least {bytes_of_both}"
 

@@ -186,7 +186,7 @@ def _begin(translator: Any, selection: Hashable, end: Any, stack: list[Any]) -> 
         else:
             break
     variables = {name: _state(value) for name, value in translator.symbolic_locals.items()}
-    last = next(reversed(nodes))
+    last = next(iter(reversed(nodes)))
     known, place, effects = _reachable(translator), _place(translator, end), _effects(translator.output)
     branch = _Branch(selection, place, last, stack, variables, effects, known)
     translator.__dict__.setdefault("_dta_branches", []).append(branch)  # the innermost last

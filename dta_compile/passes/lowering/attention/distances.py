@@ -101,9 +101,8 @@ class Distances:
         self, node: fx.Node, condition: fx.Node, value: Any, other: Any, labels: Labels
     ) -> tuple[fx.Node | None, Slope] | None:
         """Split a bias that is filled where keys are hidden; the rest is filled likewise."""
-        source = other if hides(value) else value
-        parts = self.split(source, labels_in(source, labels)) if hides(value) or hides(other) else None
-        if parts is None:
+        source = other if hides(value) else value if hides(other) else None
+        if not isinstance(source, fx.Node) or (parts := self.split(source, labels_in(source, labels))) is None:
             return None
         rest, slope = parts
         rest = self._zero(source) if rest is None else rest

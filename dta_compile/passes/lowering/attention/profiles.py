@@ -114,7 +114,7 @@ class Profiles(Distances):
         hides = number_of(value) == 0
         kept, filler = (other, value) if hides else (value, other)
         function = self._function(condition, labels_in(condition, labels))
-        if number_of(filler) != 0 or function is None or sizes(kept) != sizes(node):
+        if number_of(filler) != 0 or function is None or not isinstance(kept, fx.Node) or sizes(kept) != sizes(node):
             return None
         profile = self._slope(kept, labels_in(kept, labels))
         is_zero = [value is hides for value in function.values]

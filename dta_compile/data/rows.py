@@ -7,28 +7,32 @@ import dataclasses
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dta_compile.data.file_formats import SHOWN, Row
 from dta_compile.data.recorded import ReadOptions, Recorded, spans_of_mask
 from dta_compile.data.tokenizer import Tokenizer, conversation, samples
 from dta_compile.errors import OptionError, PlanError
 
-# Keys used by trainers and inference engines, in order of precedence.
-TOKENS = ("tokens", "input_ids", "token_ids")
-TOKEN_PAIRS = (
+# Keys used by trainers and inference engines, in order of precedence. The tokens of a pair are prompt and completion.
+TOKENS: tuple[tuple[str, ...], ...] = (
+    ("tokens",),
+    ("input_ids",),
+    ("prompt_token_ids", "token_ids"),
+    ("token_ids",),
     ("prompt_ids", "completion_ids"),
     ("prompt_token_ids", "completion_token_ids"),
     ("prompt_token_ids", "response_token_ids"),
-    ("prompt_token_ids", "token_ids"),
     ("prompts", "responses"),
 )
 MESSAGES = ("messages", "conversations", "conversation")
 TEXT_PAIRS = (("prompt", "completion"), ("input", "output"), ("prompt", "response"))
 LOSS_MASKS = ("loss_mask", "completion_mask", "response_mask", "assistant_masks", "assistant_mask")
+OF_COMPLETIONS = ("completion_mask", "response_mask")  # those that may be as long as the completion, at the end
 TRAJECTORIES = ("trajectory", "trajectory_id", "traj", "conversation_id", "request_id")
 REWARDS = ("reward", "score", "rewards")
 MOST_ID, FINITE = 2**63, sys.float_info.max  # exclusive bound of token ids; inclusive bound of other numbers
@@ -71,11 +75,10 @@ class RowReader:
             row = {"messages": row}
         if not isinstance(row, dict):
             return "rows of token ids", [Recorded(_ids(row, where))]
-        if (key := _first(row, TOKENS)) is not None and _is_list(row[key]):
-            return "rows of token ids", [_of_tokens(row, key, where)]
-        for pair in TOKEN_PAIRS:
-            if all(_is_list(row.get(key)) and not _is_messages(row.get(key)) for key in pair):
-                return f"rows of {pair[0]} and {pair[1]}", [_of_token_pair(row, pair, where)]
+        for keys in TOKENS:
+            if all(isinstance(row.get(key), list) and not _is_messages(row.get(key)) for key in keys):
+                kind = "rows of token ids" if len(keys) == 1 else f"rows of {' and '.join(keys)}"
+                return kind, [_of_tokens(row, keys, where)]
         if (key := _first(row, MESSAGES)) is not None:
             return f"transcripts ({key})", self._of_messages(row, conversation(row[key], where), 0, where, number)
         for pair in TEXT_PAIRS:
@@ -111,7 +114,9 @@ class RowReader:
         tools, facts = row.get("tools"), _facts(row, where)
         facts.setdefault("trajectory", number)
         for sample in samples(tokenizer, messages, tools, values, options, first, where):
-            yield dataclasses.replace(sample, **facts, name=f"talk {facts['trajectory']} · turn {sample.turn}")
+            turn = sample.turn if options.turns == "each" else facts.get("turn", sample.turn)
+            name = f"talk {facts['trajectory']} · turn {turn}"
+            yield dataclasses.replace(sample, **{**facts, "turn": turn, "name": name})
 
     def _tokenizer(self, where: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -123,51 +128,53 @@ class RowReader:
         return self.tokenizer
 
 
-def _of_tokens(row: dict[str, Any], key: str, where: str) -> Recorded:
-    """Read token ids with routes, images, masks and labels; drop the padding marked by `attention_mask`."""
-    tokens, facts = _ids(row[key], where), _facts(row, where)
+def _of_tokens(row: dict[str, Any], keys: Sequence[str], where: str) -> Recorded:
+    """Read token ids, or those of a prompt and then of its completion, with what a row says of each token.
+
+    Tokens that `attention_mask` marks as padding are dropped.
+    """
+    parts = [_ids(row[key], where) for key in keys]
+    tokens, completion = [token for part in parts for token in part], len(parts[-1])
+    mask = _first(row, LOSS_MASKS)
     routes = None if row.get("routes") is None else _routes(row["routes"], len(tokens), where)
     images = _images(row, len(tokens), where)
-    spans = None
+    spans: Sequence[tuple[int, int]] | None = ((len(tokens) - completion, len(tokens)),) if len(keys) > 1 else None
     if row.get("spans") is not None:
         spans = _spans(row["spans"], len(tokens), where)
-    elif (name := _first(row, LOSS_MASKS)) is not None:
-        spans = spans_of_mask(_beside(row, name, len(tokens), where) > 0)
-    elif row.get("labels") is not None:
+    elif mask is not None:
+        spans = spans_of_mask(_trained(row, mask, len(tokens), completion, where))
+    elif isinstance(row.get("labels"), list):
         spans = spans_of_mask(_beside(row, "labels", len(tokens), where) != IGNORED_LABEL)
-    if key == "input_ids" and row.get("attention_mask") is not None:
+    if row.get("attention_mask") is not None:
         real = _beside(row, "attention_mask", len(tokens), where) > 0
         if spans is not None:
-            spans = spans_of_mask(Recorded(tokens, spans=spans).loss_mask()[real])
+            spans = spans_of_mask(Recorded(tokens, spans=tuple(spans)).loss_mask()[real])
         tokens = np.asarray(tokens, np.int64)[real]
         routes = None if routes is None else routes[real]
         images = tuple((int(real[:start].sum()), int(real[:stop].sum()), image) for start, stop, image in images)
-    return Recorded(tokens, routes, spans=spans, images=images, **facts)
+    return Recorded(
+        tokens, routes, spans=None if spans is None else tuple(spans), images=images, **_facts(row, where)
+    )
 
 
-def _of_token_pair(row: dict[str, Any], pair: tuple[str, str], where: str) -> Recorded:
-    before, after = (_ids(row[key], where) for key in pair)
-    spans: tuple[tuple[int, int], ...] = ((len(before), len(before) + len(after)),)
-    name = _first(row, LOSS_MASKS)
-    if name is not None:
-        tokens = len(before) + len(after)
-        whole = isinstance(row[name], list) and len(row[name]) == tokens
-        mask = np.zeros(tokens, bool)
-        mask[0 if whole else len(before) :] = _beside(row, name, tokens if whole else len(after), where) > 0
-        spans = spans_of_mask(mask)
-    both = [*before, *after]
-    return Recorded(both, spans=spans, images=_images(row, len(both), where), **_facts(row, where))
+def _trained(row: dict[str, Any], key: str, tokens: int, completion: int, where: str) -> NDArray[np.bool_]:
+    """Return `[tokens]` from a loss mask over all tokens, or over those of the completion, which come last."""
+    given = len(row[key]) if isinstance(row[key], list) else 0
+    of_completion = given == completion < tokens or (key in OF_COMPLETIONS and 0 < given < tokens == completion)
+    mask = np.zeros(tokens, bool)
+    mask[tokens - given if of_completion else 0 :] = _beside(row, key, given if of_completion else tokens, where) > 0
+    return mask
 
 
 def _facts(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Collect trajectory, turn and reward of a row, if present; a reward per token is not the trajectory's."""
+    """Collect trajectory, turn and reward of a row, if present; lists, of a reward per token, are ignored."""
     facts: dict[str, Any] = {}
     name = _first(row, TRAJECTORIES)
     if name is not None:
         facts["trajectory"] = row[name] if isinstance(row[name], str) else _integer(row, name, where)
     if row.get("turn") is not None:
         facts["turn"] = _integer(row, "turn", where)
-    reward = next((key for key in REWARDS if row.get(key) is not None and not _is_list(row[key])), None)
+    reward = next((key for key in REWARDS if row.get(key) is not None and not isinstance(row[key], list)), None)
     if reward is not None:
         facts["reward"] = _number(row, reward, where)
     return facts
@@ -175,7 +182,7 @@ def _facts(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _number(row: Mapping[str, Any], key: str, where: str) -> float:
     value = row[key]
-    if type(value) not in (int, float) or not -FINITE <= value <= FINITE:
+    if type(value) not in (int, float, bool) or not -FINITE <= value <= FINITE:
         raise _bad(f"{key} is no finite number", where, "a number, or null where it is not known", value)
     return float(value)
 
@@ -192,12 +199,8 @@ def _first(row: Mapping[str, Any], keys: Iterable[str]) -> str | None:
     return next((key for key in keys if row.get(key) is not None), None)
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, np.ndarray))
-
-
 def _is_messages(value: Any) -> bool:
-    return bool(_is_list(value) and len(value) and isinstance(value[0], dict))
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def _ids(value: Any, where: str) -> Any:
@@ -208,7 +211,7 @@ def _ids(value: Any, where: str) -> Any:
 
 
 def _beside(row: dict[str, Any], key: str, tokens: int, where: str) -> Any:
-    """Return a list of numbers, one per token, as float64."""
+    """Return the field `key`, which must have one number per token, as float64."""
     value = row[key]
     is_list = isinstance(value, list) and len(value) == tokens
     if not is_list or not all(type(number) in (int, bool, float) and -FINITE <= number <= FINITE for number in value):

@@ -184,7 +184,7 @@ class Plan:
 
         Args:
             path: the file to write.
-            rank: rank that the tracks are named after; by default the plan's own.
+            rank: rank that the tracks are named after; by default the plan's own, as always for one tree over ranks.
 
         Raises:
             OSError: the file cannot be written.
@@ -323,8 +323,10 @@ def plan(
         OptionError: an unknown option, a bad value, or one that does not fit one tree over ranks.
         PlanError: a sequence that is not a run of integers, routes or images that do not fit, or an unknown mode.
     """
+    if ranks is not None and "mesh" in options:
+        raise OptionError("ranks and a mesh", expected="plan(..., ranks=8) alone", got=f"mesh={options['mesh']!r}"[:80])
     parsed = Options.parse(options if ranks is None else {**options, "mesh": _ranks(ranks, rank, mode)})
-    if ranks is None and parsed.is_over_ranks:
+    if ranks is None and (parsed.is_over_ranks or rank):
         raise OptionError("one tree over how many ranks?", expected="plan(..., ranks=8)", got="no number of ranks")
     if parsed.memory_budget and (bytes_per_token is None or bytes_per_token <= 0):
         raise OptionError(
@@ -332,9 +334,12 @@ def plan(
             expected="bytes_per_token > 0, or a memory_budget of None (keep all) or 0 (keep nothing)",
             got=f"memory_budget={parsed.memory_budget}, bytes_per_token={bytes_per_token}",
         )
-    for name, value in (("bytes_per_token", bytes_per_token or 0), ("kv_bytes_per_token", kv_bytes_per_token)):
-        if not 0 <= value <= MOST_BYTES:
-            raise OptionError(f"bad value for {name}", expected=f"a number from 0 to {MOST_BYTES}", got=str(value)[:80])
+    sizes = {"bytes_per_token": bytes_per_token or 0, "kv_bytes_per_token": kv_bytes_per_token}
+    for name, value in {**sizes, "state_bytes": state_bytes, "link": link}.items():
+        is_number = isinstance(value, (int, float)) and 0 <= value <= MOST_BYTES
+        if not is_number or (name == "link" and value == 0):
+            least = "more than 0, up to" if name == "link" else "from 0 to"
+            raise OptionError(f"bad value for {name}", expected=f"a number {least} {MOST_BYTES}", got=str(value)[:80])
     footprint = Footprint(graph_token=bytes_per_token or 1.0, kv_token=kv_bytes_per_token, state=state_bytes)
     limits, split = Limits(parsed.memory_budget, footprint), None
     ids = None if isinstance(sequences, PrefixTree) else each(sequences)
@@ -345,8 +350,9 @@ def plan(
     if ranks is None:
         planned = make_plan(tree, parsed, mode=mode, limits=limits, split=split)
     else:
-        sizes = chunk_sizes(parsed.memory_budget or math.inf, footprint.graph_token, BY_STAGES)
-        limits = dataclasses.replace(limits, parts=(PartBytes(footprint),), chunk_sizes=sizes)
+        budget = math.inf if parsed.memory_budget is None else parsed.memory_budget
+        allowed = chunk_sizes(budget, footprint.graph_token, BY_STAGES)
+        limits = dataclasses.replace(limits, parts=(PartBytes(footprint),), chunk_sizes=allowed)
         shared = tree if isinstance(tree, PrefixTree) else PrefixTree.build(tree)
         planned = plan_one_tree(shared, parsed, limits, mode, int(rank), int(ranks), link)
     return dataclasses.replace(planned, sequences=ids, images=numbered, split=split)
@@ -356,13 +362,13 @@ def _ranks(ranks: object, rank: object, mode: str) -> tuple[int, ...]:
     """Return the numbers of the ranks of one tree.
 
     Raises:
-        PlanError: not a number of ranks, not one of them, or a mode in which each rank runs a tree of its own.
+        PlanError: `ranks` is no positive integer, `rank` is out of range, or each rank runs its own tree in this mode.
     """
     count, number = as_integer(ranks), as_integer(rank)
     if count is None or count < 1:
         raise PlanError("cannot plan one tree over this number of ranks", expected="an integer >= 1", got=repr(ranks))
     if number is None or not 0 <= number < count:
-        raise PlanError("not a rank", expected=f"an integer from 0 to {count - 1}", got=repr(rank))
+        raise PlanError("rank is out of range", expected=f"an integer from 0 to {count - 1}", got=repr(rank))
     if mode not in ONE_TREE_MODES:
         raise PlanError("one tree over ranks has no such mode", expected=", ".join(ONE_TREE_MODES), got=repr(mode))
     return tuple(range(count))

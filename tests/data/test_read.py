@@ -157,11 +157,15 @@ def test_token_ids_with_what_says_what_is_trained(tmp_path):
         {"tokens": [5, 6, 7], "spans": [[1, 3]]},
         {"prompt_ids": [5], "completion_ids": [6, 7]},
         {"prompt_token_ids": [5], "response_token_ids": [6, 7], "score": 2},
+        {"prompt_token_ids": [5], "token_ids": [6, 7], "reward": True},
+        {"prompts": [0, 5], "responses": [6, 7, 0], "attention_mask": [0, 1, 1, 1, 0], "response_mask": [1, 1, 0]},
+        {"input_ids": [0, 5, 6, 7, 0], "attention_mask": [0, 1, 1, 1, 0], "response_mask": [1, 1, 0]},
+        {"tokens": 3, "prompt_ids": [5], "completion_ids": [6, 7], "labels": [-100, 6, 7]},
     ]
     found = read(write_lines(tmp_path / "ids.jsonl", rows)).sequences
-    assert [list(one.tokens) for one in found] == [[5, 6, 7]] * 5
-    assert [one.spans for one in found] == [((1, 3),)] * 5
-    assert (found[1].trajectory, found[1].turn, found[4].reward) == ("a", 3, 2.0)
+    assert [list(one.tokens) for one in found] == [[5, 6, 7]] * len(rows)
+    assert [one.spans for one in found] == [((1, 3),)] * len(rows)
+    assert (found[1].trajectory, found[1].turn, found[4].reward, found[5].reward) == ("a", 3, 2.0, 1.0)
     assert found[0].loss_mask().tolist() == [False, True, True]
 
 

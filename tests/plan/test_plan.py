@@ -1,4 +1,5 @@
 import json
+import math
 
 import numpy as np
 import pytest
@@ -112,6 +113,12 @@ def test_bad_requests():
         plan(SHARED, chunksize=4)
     with pytest.raises(PlanError, match="unknown mode"):
         plan(SHARED, mode="opaque")
+    for wrong in ({"state_bytes": math.nan}, {"state_bytes": "x"}, {"link": 0.0}, {"link": -1.0}):
+        with pytest.raises(OptionError, match=f"bad value for {next(iter(wrong))}"):
+            plan(SHARED, **wrong)
+    for wrong in ({"rank": 5}, {"ranks": 2, "mesh": (0, 1, 2)}):
+        with pytest.raises(OptionError, match=r"plan\(..., ranks=8"):
+            plan(SHARED, **wrong)
 
 
 @pytest.mark.parametrize("mode", ["score", "transparent", "streaming"])

@@ -71,7 +71,8 @@ def gated(model, q, k, v, pairs):  # GPT
 def with_sinks(model, q, k, v, pairs):  # GPT-OSS
     q, k, v = by_heads(q, k, v)
     scores = q @ k.mT * 0.5
-    scores = scores + torch.full(scores.shape[-2:], float("-inf"), dtype=scores.dtype).triu(1)
+    hidden = torch.full(scores.shape[-2:], float("-inf"), dtype=scores.dtype)
+    scores = scores + hidden.masked_fill(torch.ones_like(hidden, dtype=torch.bool).tril(), 0.0)
     sinks = model.sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
     scores = torch.cat([scores, sinks], -1)
     scores = scores - scores.max(-1, keepdim=True).values

@@ -57,7 +57,7 @@ def test_spellings_of_attention(has_mask):
 
 def with_a_buffer(model, q, k, v, pairs):  # nanoGPT
     q, k, v = by_heads(q, k, v)
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    scores = torch.add(torch.ones((), dtype=q.dtype), q @ k.mT, alpha=1 / math.sqrt(q.shape[-1]))
     scores = scores.masked_fill(model.bias[:, :, : q.shape[2], : q.shape[2]] == 0, float("-inf"))
     return (F.softmax(scores, -1) @ v).transpose(1, 2)
 

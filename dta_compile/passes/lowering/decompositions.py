@@ -123,9 +123,21 @@ def _convolution(
     return (mapped if bias is None else mapped + bias).movedim(-1, 1).contiguous()
 
 
+def _sum(x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    """Compute `x + alpha * y` as two operators, so that no reader of sums has to know of `alpha`."""
+    return NotImplemented if isinstance(alpha, (int, float)) and alpha == 1 else x + y * alpha
+
+
+def _difference(x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    """Compute `x - alpha * y` as two operators."""
+    return NotImplemented if isinstance(alpha, (int, float)) and alpha == 1 else x - y * alpha
+
+
 TABLE = {
     **FUSED_REDUCTIONS,
     **SPELLED_OUT,
+    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), _sum),
+    **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), _difference),
     aten.copy.default: _copied,
     aten.native_group_norm.default: _group_norm,
     aten._native_batch_norm_legit_no_training.default: _batch_norm,

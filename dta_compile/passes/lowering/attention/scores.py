@@ -173,12 +173,12 @@ class Scores:
         self.by.append((target, self.beside(other, node) if has_tensor(other) else other))
 
     def _add(self, node: fx.Node, source: fx.Node) -> None:
+        if sum_of(node) is None:  # `alpha` may multiply the scores themselves
+            raise Mismatch("a bias times a number")
         other = self._other(node, source)
         if (number := number_of(other)) is not None and abs(number) < -FORBIDDEN and self.sinks is None:
             self.shift += -number if node.target in DIFFERENCES else number  # the softmax does not change
             return
-        if sum_of(node) is None:
-            raise Mismatch("a bias times a number")
         if not isinstance(other, fx.Node) or not has_tensor(other):
             raise Mismatch("a number added to scores")
         if (path := self.path_to(other)) is not None:

@@ -20,7 +20,7 @@ import numpy as np
 from dta_compile.data import Recorded, read
 from dta_compile.estimate.devices import DEVICES
 from dta_compile.estimate.over_ranks import OverRanks, bytes_of_rank
-from dta_compile.estimate.predict import NUMBER, ModelShape, Ranks, cost_of, model_shape, parts_of
+from dta_compile.estimate.predict import BYTES_16BIT, ModelShape, Ranks, cost_of, model_shape, parts_of
 from dta_compile.options import Options
 from dta_compile.plan import Limits, PrefixTree
 from dta_compile.plan.dealing import LATENCY, NVLINK, deal_out, schedule_of
@@ -107,7 +107,7 @@ def over(shape: ModelShape, count: int, budget: int | None) -> OverRanks:
 
 def balance_rows(name: str, sequences: Sequence[Recorded], shape: ModelShape, counts: Sequence[int]) -> Iterator[str]:
     """Yield rows of the first table."""
-    layer = shape.kv_width * NUMBER  # bytes
+    layer = shape.kv_width * BYTES_16BIT  # bytes
     for count in counts:
         _, plan = over(shape, count, 0).one_tree(sequences, 0)
         dealing = plan.dealing

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dta_compile.data import Recorded
 from dta_compile.estimate.devices import Device
 from dta_compile.estimate.predict import (
-    NUMBER,
-    SUM,
+    BYTES_16BIT,
+    BYTES_FP32,
     ModelShape,
     Ranks,
     cost_of,
@@ -130,7 +130,7 @@ class OverRanks:
         """Return the limits for a tree, with half of the device's free memory as budget if the user set none."""
         if self.shape is None or self.device is None:
             return self.known
-        parts, sums = parts_of(self.shape, self.ranks), self.shape.parameters * float(SUM)
+        parts, sums = parts_of(self.shape, self.ranks), self.shape.parameters * float(BYTES_FP32)
         footprint, asked = footprint_of(self.shape), self.options.memory_budget
 
         def budget_of(sweep: str, taken: float) -> int:
@@ -156,7 +156,7 @@ def bytes_of_rank(dealing: Dealing, rank: int, schedule: Schedule, limits: Limit
     width = max(part.footprint.kv_token for part in parts)
     above, own = dealing.most_above[rank], dealing.exported[rank]
     at_once = 2 * above / blocks(int(above * width))
-    return max(first, second + width * (own + at_once - held) * SUM / NUMBER)
+    return max(first, second + width * (own + at_once - held) * BYTES_FP32 / BYTES_16BIT)
 
 
 def _imbalance(seconds: Sequence[float]) -> float:

@@ -1,6 +1,7 @@
 """Predict a step for a model, a device and a batch: plans by the real planner, priced by a roofline or measured rates.
 
-`dta estimate` calls `model_shape` and `estimate`.
+A *sweep* is the order in which a tree runs through the layers: "chunks" (all layers for a chunk, then the next chunk)
+or "stages" (one layer for the whole tree, then the next layer). `dta estimate` calls `model_shape` and `estimate`.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from dta_compile.plan.simulate import causal_pairs
 from dta_compile.plan.tree.prefix_tree import IntArray
 from dta_compile.plan.tree.split_prefixes import Images, with_keys
 
-NUMBER, SUM = 2, 4  # bytes of a 16-bit weight, activation or gradient, and of a float32 sum of gradients
+BYTES_16BIT, BYTES_FP32 = 2, 4  # bytes of a 16-bit weight, activation or gradient, and of a float32 sum of gradients
 LAYERS_OF_DEFAULTS = 28  # layers of the model whose launch costs `CostModel.of_gpu` has
-# Passes of the forward over the outputs of matrix products, by norms, rotations, activations and residuals.
+# How often the forward reads or writes each output of a matrix product outside of matrix products.
 PASSES = 5.0
 ATTENTION_BACKWARD = 2.5  # operations of attention's backward, relative to its forward
 HEAD_BACKWARD = 3.0  # relative to the head's forward: the logits are recomputed, then go backward
@@ -51,10 +52,11 @@ LEAST_BUDGET = 1e8  # bytes: a smaller budget is not worth a plan
 # Bytes per parameter of the optimiser. Mixed precision keeps float32 weights and two float32 moments.
 OPTIMIZERS = {"none": 0, "sgd": 0, "adamw": 12, "adamw-bf16": 4, "adamw-8bit": 2}
 SHARDS = ("none", "fsdp")
-# Measured over predicted seconds of eager steps (benchmarks/GPU.md): least and most.
+# Ratios of measured to predicted seconds of eager steps (benchmarks/GPU.md): least and most.
 RIVALS = {"dense": (1.0, 1.8), "dense, checkpointed": (1.7, 3.7)}
 RIVALS |= dict.fromkeys(("packed tree", "packed tree, checkpointed"), (1.1, 1.7))
-WORKING = {"cache_only": 2.0, "forward_only": 2.0, "forward": 2.0, "backward": 4.0}  # times the outputs of a layer
+# Temporary memory while each kind of graph runs, as a multiple of the outputs of one layer.
+WORKING = {"cache_only": 2.0, "forward_only": 2.0, "forward": 2.0, "backward": 4.0}
 CHECKPOINT = 1.0  # extra forwards of a dense step with checkpointing
 
 
@@ -67,7 +69,8 @@ class Prediction:
         bytes: peak bytes on a rank, including the model, its gradients and the optimiser.
         forwarded_twice: tokens that are forwarded again.
         factors: range of the actual seconds, as a least and a greatest multiple of `seconds`.
-        sweep, budget: options of the plan, where it is one of ours.
+        sweep: sweep of a plan of ours; empty: another way to train, which has no budget.
+        budget: bytes that a plan of ours keeps for the backward; None: it keeps all.
         chunk_size: most tokens of a chunk; 0: the way has no chunks.
     """
 
@@ -102,17 +105,17 @@ class Ranks:
 
     def held(self, shape: ModelShape) -> float:
         """Return the bytes that a rank always holds: weights, gradients, optimiser states."""
-        return shape.parameters * float(NUMBER + NUMBER + OPTIMIZERS[self.optimizer]) / self.holders
+        return shape.parameters * float(BYTES_16BIT + BYTES_16BIT + OPTIMIZERS[self.optimizer]) / self.holders
 
     def gathered(self, shape: ModelShape, sweep: str) -> float:
-        """Return the extra bytes of weights gathered during a step: all, or two layers and those outside layers."""
+        """Return the bytes of weights gathered at once: all, or by stages two layers, the embedding and the head."""
         if self.holders == 1:
             return 0.0
-        return NUMBER * float(shape.parameters if sweep == "chunks" else shape.outside + 2 * shape.layer)
+        return BYTES_16BIT * float(shape.parameters if sweep == "chunks" else shape.outside + 2 * shape.layer)
 
     def summed(self, parameters: float) -> float:
         """Return the bytes of a part's gradients until final: float32 sums and, if sharded, a reduction's input."""
-        return parameters * float(SUM + (NUMBER if self.holders > 1 else 0))
+        return parameters * float(BYTES_FP32 + (BYTES_16BIT if self.holders > 1 else 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +156,7 @@ def cost_of(shape: ModelShape, device: Device) -> CostModel:
     The launch cost per chunk is that of `CostModel.of_gpu`, scaled by the number of layers.
     """
     matmul, bandwidth = device.tflops * 1e12 * MATMUL_SHARE, device.bandwidth * BANDWIDTH_SHARE
-    token = 2 * shape.active / matmul + PASSES * shape.outputs * NUMBER / bandwidth
+    token = 2 * shape.active / matmul + PASSES * shape.outputs * BYTES_16BIT / bandwidth
     pair = 4 * shape.attention_width * shape.attention_layers / (device.tflops * 1e12 * ATTENTION_SHARE)
     head = 2 * shape.head / matmul
     launches, scale = CostModel.of_gpu(), shape.layers / LAYERS_OF_DEFAULTS
@@ -165,26 +168,26 @@ def cost_of(shape: ModelShape, device: Device) -> CostModel:
         ATTENTION_BACKWARD * pair,
         HEAD_BACKWARD * head,
     )
-    copied = shape.kv_width * shape.attention_layers * NUMBER * 2
+    restored = shape.kv_width * shape.attention_layers * BYTES_16BIT * 2
     shares = f"{MATMUL_SHARE:.0%} of {device.tflops:,.0f} TFLOP/s, attention {ATTENTION_SHARE:.0%}"
     source = f"roofline of {device.name}: {shares}, {BANDWIDTH_SHARE:.0%} of {device.bandwidth / 1e12:.2f} TB/s"
-    return CostModel(forward, backward, copied / bandwidth, source)
+    return CostModel(forward=forward, backward=backward, restore=restored / bandwidth, source=source)
 
 
 def footprint_of(shape: ModelShape) -> Footprint:
-    """Return the footprint of chunks: outputs of matrix products are kept, values between them rematerialised."""
-    working = {name: ((0.0, times * shape.widest * NUMBER, 0.0),) for name, times in WORKING.items()}
+    """Return the footprint of chunks: outputs of matrix products are kept, others recomputed in the backward."""
+    working = {name: ((0.0, times * shape.layer_outputs * BYTES_16BIT, 0.0),) for name, times in WORKING.items()}
     return Footprint(
-        graph_token=shape.outputs * NUMBER,
-        kv_token=shape.kv_width * shape.attention_layers * NUMBER,
-        result_token=shape.attention_width * shape.attention_layers * NUMBER,
+        graph_token=shape.outputs * BYTES_16BIT,
+        kv_token=shape.kv_width * shape.attention_layers * BYTES_16BIT,
+        result_token=shape.attention_width * shape.attention_layers * BYTES_16BIT,
         working=working,
-        kv_gradient=SUM / NUMBER,
+        kv_gradient=BYTES_FP32 / BYTES_16BIT,
     )
 
 
 def head_starts_of(tree: PrefixTree, sequences: Sequence[Recorded]) -> IntArray:
-    """Return `head_starts` `[R + 1]` (see `simulate`): a tree row has a head row per distinct trained next token."""
+    """Return `head_starts` `[R + 1]` (see `simulate`): a token has a head row per distinct next token trained on."""
     rows, labels = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     offset, of_token = 0, tree.token_rows()
     for sequence in sequences:
@@ -286,7 +289,7 @@ def keys_of(sequences: Sequence[Recorded]) -> dict[str, list[Any]]:
 
 
 def _ranks_needed(shape: ModelShape, ranks: Ranks, leanest: Prediction, running: float, usable: float) -> int | None:
-    """Return how many ranks have to shard the model for a step to fit, if each runs as large a tree."""
+    """Return how many ranks have to shard the model for a step to fit with trees as large, doubling the number."""
     count = max(ranks.count, 2)
     while count <= MOST_RANKS:
         more = dataclasses.replace(ranks, count=count, shard="fsdp")
@@ -318,8 +321,7 @@ class _Step:
         self.sweeps = SWEEPS if options.sweep == "auto" else (options.sweep,)
         self.footprint = footprint_of(shape)
         self.parts = parts_of(shape, ranks)
-        self.sums = shape.parameters * float(SUM)  # of a sweep of chunks: they are cast to gradients one by one
-        self.take([], 1)
+        self.sums = shape.parameters * float(BYTES_FP32)  # of a sweep of chunks: they are cast to gradients one by one
         free = memory - self.held("stages") - max(part.sums for part in self.parts)
         self.room = max(free, 0.0) * BUDGET_SHARE
 
@@ -333,7 +335,7 @@ class _Step:
         held = self.ranks.held(self.shape) + self.ranks.gathered(self.shape, sweep)
         # The first batch has no gradients before its sums are complete. Shards are counted whole, as they are small.
         is_without = sweep == "chunks" and self.batches == 1 == self.ranks.holders
-        return held - NUMBER * self.shape.parameters if is_without else held
+        return held - BYTES_16BIT * self.shape.parameters if is_without else held
 
     def planned(self, sweep: str, name: str, budget: int | None) -> tuple[Prediction, Plan]:
         """Plan a sweep with a budget, and return its prediction and the plan."""
@@ -382,7 +384,7 @@ class _Step:
         return [nothing, everything] if is_default and budget <= LEAST_BUDGET else [planned, nothing, everything]
 
     def others(self) -> list[Prediction]:
-        """Predict the alternatives, scaled as measured: dense (a sequence at a time), and the tree in a masked row."""
+        """Predict dense steps (a sequence at a time) and packed trees (one row with a mask), scaled by `RIVALS`."""
         tree, heads, footprint, cost = self.tree, self.heads, self.footprint, self.cost
         lengths = tree.lengths
         per_token = float(heads[-1]) / max(tree.num_rows, 1)
@@ -393,7 +395,7 @@ class _Step:
         longest, predictions = int(lengths.max(initial=0)), []
         for name, work, size in (("dense", dense, longest), ("packed tree", packed, tree.num_rows)):
             kept = fixed + footprint.graph_token * size
-            layer = fixed + self.shape.hidden * NUMBER * self.shape.layers * size
+            layer = fixed + self.shape.hidden * BYTES_16BIT * self.shape.layers * size
             layer += self.parts[0].footprint.while_running("backward", Work(tokens=size))
             once = cost.forward.seconds(work) + cost.backward.seconds(work)
             again = once + CHECKPOINT * cost.forward.seconds(work._replace(heads=0))
@@ -414,15 +416,19 @@ def parts_of(shape: ModelShape, ranks: Ranks) -> tuple[PartBytes, ...]:
 
     The first part includes the embedding, and the last one the head. Parts pass hidden states on.
     """
-    graph, kv, results = shape.outputs / shape.layers * NUMBER, shape.kv_width * NUMBER, shape.attention_width * NUMBER
+    graph, kv, results = (
+        shape.outputs / shape.layers * BYTES_16BIT,
+        shape.kv_width * BYTES_16BIT,
+        shape.attention_width * BYTES_16BIT,
+    )
     footprint = dataclasses.replace(footprint_of(shape), graph_token=graph, kv_token=kv, result_token=results)
     last = shape.layers - 1
-    outside = {0: max(shape.outside - shape.head, 0) if last else shape.outside, last: min(shape.head, shape.outside)}
+    first_also, last_also = max(shape.outside - shape.head, 0), min(shape.head, shape.outside)
     return tuple(
         PartBytes(
             footprint,
-            ranks.summed(shape.layer + outside.get(number, 0)),
-            shape.hidden * float(NUMBER) if number < last else 0.0,
+            ranks.summed(shape.layer + first_also * (number == 0) + last_also * (number == last)),
+            shape.hidden * float(BYTES_16BIT) if number < last else 0.0,
             reduced=ranks.summed(shape.layer) if ranks.holders > 1 else 0.0,
         )
         for number in range(shape.layers)
@@ -431,14 +437,14 @@ def parts_of(shape: ModelShape, ranks: Ranks) -> tuple[PartBytes, ...]:
 
 # Keys of configurations for the number of experts, and the number of experts per token.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-TAKEN = ("num_experts_per_tok", "moe_top_k", "top_k_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_top_k", "top_k_experts")
 
 
 # Accepted range of the sizes in a configuration; the upper ends are several times those of any model.
 SIZES = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), (1, 512)),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), (1, 2**14)),
-    **dict.fromkeys((*EXPERTS, *TAKEN), (0, 2**14)),
+    **dict.fromkeys((*EXPERTS, *EXPERTS_PER_TOKEN), (0, 2**14)),
     **dict.fromkeys(("hidden_size", "vocab_size"), (1, 2**24)),
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), (0, 2**24)),
 }
@@ -452,10 +458,10 @@ class ModelShape:
         name: architecture and source of the configuration.
         active: parameters of the matrix products that one token runs, without the head.
         outputs: outputs of the matrix products and attention for one token, without the head.
-        widest: outputs of one layer.
+        layer_outputs: outputs of one layer, on average.
         head: parameters of the head.
         layers, attention_layers: number of decoder layers, and of those with attention.
-        attention_width: queries of a token in a layer.
+        attention_width: heads times head dimension of the queries of a token in a layer.
         kv_width: keys and values of a token in a layer.
         hidden: hidden size.
         layer, outside: parameters of the largest decoder layer, and outside all of them (embedding, head, final norm).
@@ -465,7 +471,7 @@ class ModelShape:
     parameters: int
     active: float
     outputs: float
-    widest: float
+    layer_outputs: float
     head: int
     layers: int
     attention_layers: int
@@ -513,10 +519,11 @@ def _check(config: Any) -> None:
     """Raise ValueError unless all sizes are in range; otherwise building the model or its config may take hours."""
     for key, value in config.items() if isinstance(config, dict) else ():
         least, most = SIZES.get(key, (0, 0))
+        sizes = value if isinstance(value, list) else [value]  # a list has a size per layer
         if value is None or not most:
             _check(value)
-        elif type(value) is not int or not least <= value <= most:
-            raise ValueError(f"{key} must be an integer from {least} to {most}, not {value!r}")
+        elif not all(type(size) is int and least <= size <= most for size in sizes):
+            raise ValueError(f"{key} must be an integer from {least} to {most} (or one per layer), not {value!r}")
 
 
 def _shape(model: Any, config: Any, source: str) -> ModelShape:
@@ -526,16 +533,20 @@ def _shape(model: Any, config: Any, source: str) -> ModelShape:
     head = model.get_output_embeddings()
     tables.add(id(head.weight))
     active = outputs = 0.0
+    stacked: dict[str, list[tuple[float, Sequence[int]]]] = {}  # matrices of experts, by module
     for name, value in model.named_parameters():
-        if value.dim() < 2 or id(value) in tables or "conv" in name:
+        if value.dim() < 2 or id(value) in tables or "conv" in name or name.endswith("bias"):
             continue
         part = share if "expert" in name and "shared" not in name else 1.0
         active += part * value.numel()
-        # Experts are [E, out, in]: a token takes a share of the E, and gets `out` numbers from each.
-        outputs += part * (value.shape[0] * value.shape[1] if value.dim() == 3 else value.shape[0])
-    heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
-    size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        if value.dim() == 3:
+            stacked.setdefault(name.removesuffix(".weight").rpartition(".")[0], []).append((part, value.shape))
+        else:
+            outputs += part * value.shape[0]
+    outputs += sum(_outputs_of_stacked(matrices, int(config.hidden_size)) for matrices in stacked.values())
+    heads, layers = round(_mean(config.num_attention_heads)), int(config.num_hidden_layers)
+    size = round(_mean(getattr(config, "head_dim", None) or config.hidden_size // heads))
+    kv_heads = round(_mean(getattr(config, "num_key_value_heads", None) or heads))
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
     attention = sum("linear" not in kind and "mamba" not in kind and "conv" not in kind for kind in kinds)
     outputs += attention * heads * size
@@ -548,7 +559,7 @@ def _shape(model: Any, config: Any, source: str) -> ModelShape:
         parameters=parameters,
         active=active,
         outputs=outputs,
-        widest=outputs / max(layers, 1),
+        layer_outputs=outputs / max(layers, 1),
         head=head.weight.numel(),
         layers=layers,
         attention_layers=attention,
@@ -560,6 +571,27 @@ def _shape(model: Any, config: Any, source: str) -> ModelShape:
     )
 
 
+def _outputs_of_stacked(matrices: Sequence[tuple[float, Sequence[int]]], width: int) -> float:
+    """Return the outputs of a module's experts for a token, given shares of experts, shapes and the model's width.
+
+    Shapes are `[E, out, in]` or `[E, in, out]`. The last of the smallest matrices is the down projection, as gates and
+    up projections have no fewer entries: it gives the model's width, and the others take it.
+    """
+    down = min(range(len(matrices)), key=lambda number: (math.prod(matrices[number][1][1:]), -number))
+    total = 0.0
+    for number, (part, (experts, first, second)) in enumerate(matrices):
+        is_down, out = number == down and len(matrices) > 1, first  # without the width, `[E, out, in]`
+        if width in (first, second):
+            out = width if is_down else first * second // width
+        total += part * experts * out
+    return total
+
+
+def _mean(size: Any) -> float:
+    """Return a size, or the mean of one per layer."""
+    return float(sum(size) / len(size)) if isinstance(size, (list, tuple)) else float(size)
+
+
 def _numel(module: Any) -> int:
     return sum(value.numel() for value in module.parameters())
 
@@ -567,5 +599,5 @@ def _numel(module: Any) -> int:
 def _share_of_experts(config: Any) -> float:
     """Return the share of the experts that a token takes, 1.0 without experts."""
     count = next((getattr(config, key) for key in EXPERTS if getattr(config, key, None)), None)
-    per_token = next((getattr(config, key) for key in TAKEN if getattr(config, key, None)), None)
-    return float(per_token) / float(count) if count and per_token else 1.0
+    per_token = next((getattr(config, key) for key in EXPERTS_PER_TOKEN if getattr(config, key, None)), None)
+    return _mean(per_token) / _mean(count) if count and per_token else 1.0

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3Config, Qwen3MoeConfig
 
 import dta_compile
 from dta_compile.cli import main
@@ -64,6 +64,24 @@ def test_a_token_takes_some_of_the_experts(tmp_path):
     experts = 3 * 8 * 3 * 48 * 64  # layers, experts, products of each
     others = 3 * (64 * (64 + 32 + 32 + 64) + 8 * 64)
     assert shape.active == experts / 4 + others
+
+
+def test_outputs_of_experts_do_not_depend_on_how_their_matrices_are_stored(tmp_path):
+    sizes = {**SIZES, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32}  # 2 * 32 is the width
+    GptOssConfig(**sizes).save_pretrained(tmp_path)
+    shape = model_shape(str(tmp_path))
+    assert shape.outputs == 3 * (2 * (2 * 32 + 64) + 64 + 32 + 32 + 64 + 8 + 64)
+
+
+def test_a_model_of_one_layer_sums_all_gradients_in_one_part(config):
+    shape = dataclasses.replace(model_shape(str(config)), layers=1)
+    (part,) = parts_of(shape, Ranks())
+    assert part.sums == 4 * (shape.layer + shape.outside)
+
+
+def test_a_size_may_be_listed_by_layer(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3n_text", "intermediate_size": [16384] * 35}))
+    assert model_shape(str(tmp_path)).layers == 35
 
 
 def test_times_follow_from_operations_and_peaks(config):

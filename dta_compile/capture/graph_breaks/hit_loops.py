@@ -1,12 +1,12 @@
-"""Trace loops over the numbers of those experts that any token has chosen as loops over all experts.
+"""Trace loops over the indices of the experts hit by at least one token as loops over all experts.
 
     for e in one_hot(chosen, E).sum((0, 1)).nonzero():
         rows, k = torch.where(chosen == e)
         y.index_add_(0, rows, self.experts[e](x[rows]))
 
-Dynamo would end the graph there, since how often the loop runs depends on data. The graph runs it for every number,
-each time as a branch that the model skips where the number is not listed (`selected_branches`): that over no rows it
-does nothing is proven at its end.
+Dynamo would end the graph there, since how often the loop runs depends on data. The graph runs its body for every
+index, as a branch that the model skips if the expert is not hit (`selected_branches`). At the end of the branch it is
+proven that it does nothing if it selects no rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LISTS = (torch.nn.ModuleList, torch.nn.ParameterList, torch.nn.Sequential)
 
 
 class HitIterator(ListIteratorVariable):
-    """An iterator over all numbers that may be listed; `selection_of` says what each selects."""
+    """Iterator over the indices of all experts; `selection_of` names the tokens that have chosen an expert."""
 
     _nonvar_fields = {"selection_of", *ListIteratorVariable._nonvar_fields}  # noqa: RUF012
 
@@ -42,7 +42,7 @@ class HitIterator(ListIteratorVariable):
 
 
 def iterator(translator: Any, value: Any, as_integers: bool = False) -> HitIterator | None:
-    """Return an iterator over all numbers that a tensor may list, as rows of it or integers; None for other ones."""
+    """Return an iterator over all indices for a tensor of those that are hit, as rows of it or integers, or None."""
     hit = numbers_hit(value.as_proxy().node)
     if hit is None:
         return None
@@ -60,15 +60,15 @@ def iterator(translator: Any, value: Any, as_integers: bool = False) -> HitItera
     return HitIterator(items, selection_of, mutation_type=ValueMutationNew())
 
 
-def use_number(translator: Any, _: Any) -> None:
-    """Replace the index that is about to be used by the integer that it is known to be."""
+def make_index_constant(translator: Any, _: Any) -> None:
+    """Replace the index of a subscript by a constant if its value is known."""
     index = translator.stack[-1]
     if isinstance(index, TupleVariable) and any(known_number(part) is not None for part in index.items):
         translator.stack[-1] = TupleVariable([_scalar(part) or part for part in index.items])
     if (number := known_number(index)) is None:
         return
     container = translator.stack[-2]
-    if isinstance(container, TensorVariable) and _scalar(index) is None:  # the copy of a row, as a vector picks it
+    if isinstance(container, TensorVariable) and _scalar(index) is None:  # indexing by `[1]` copies a row
         narrow = [ConstantVariable.create(argument) for argument in (0, number, 1)]
         row = container.call_method(translator, "narrow", narrow, {}).call_method(translator, "clone", [], {})
         translator.stack[-2:] = row, SliceVariable([ConstantVariable.create(None)] * 3, translator)
@@ -77,12 +77,12 @@ def use_number(translator: Any, _: Any) -> None:
 
 
 def known_number(value: Any) -> int | None:
-    """Return the integer that a tensor is known to be, one of a loop's; None for others."""
+    """Return the value of a tensor that is an index of such a loop; None for others."""
     return number_of(value.as_proxy().node) if isinstance(value, TensorVariable) else None
 
 
 def _scalar(value: Any) -> VariableTracker | None:
-    """Return the integer that a tensor without dimensions is known to be: it indexes as the integer does."""
+    """Return the value of a known tensor without dimensions, which indexes as an integer does; None for others."""
     number = known_number(value)
     is_scalar = number is not None and value.as_proxy().node.meta["example_value"].dim() == 0
     return ConstantVariable.create(number) if is_scalar else None

@@ -171,7 +171,7 @@ STEPS: dict[str, Callable[[Any, Any], None]] = {
     "FOR_ITER": _at_turn,
     "YIELD_VALUE": _at_yield,
     **dict.fromkeys(("BEFORE_WITH", "SETUP_WITH"), _at_with),
-    "BINARY_SUBSCR": hit_loops.use_number,
+    "BINARY_SUBSCR": hit_loops.make_index_constant,
 }
 
 

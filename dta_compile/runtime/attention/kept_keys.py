@@ -15,7 +15,7 @@ import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.products import product_of_read
-from dta_compile.runtime.attention.chosen_keys import blocks
+from dta_compile.runtime.attention.chosen_keys import query_slices
 from dta_compile.runtime.attention.provider import Operands, Provider, Tensors
 from dta_compile.runtime.attention.reference import grads_of_read, merge_with, repeat_heads, sum_groups, weights_of
 
@@ -117,7 +117,7 @@ def _blocks(x: Operands, columns: _Columns) -> Iterator[tuple[slice, torch.Tenso
     table, above = x.table(), columns.above
     number = torch.arange(table.tokens, device=above.device)
     depths = torch.cat([above, table.depths[columns.own]])
-    for queries in blocks(x.query.shape[1], table.tokens, len(depths)) if len(depths) else ():
+    for queries in query_slices(x.query.shape[1], table.tokens, len(depths)) if len(depths) else ():
         own_number = number[queries, None]
         own = (columns.own <= own_number) & (own_number < table.ends[columns.own])
         read = torch.cat([own.new_ones((len(own), len(above))), own], 1)

@@ -152,9 +152,7 @@ def _of_tokens(row: dict[str, Any], keys: Sequence[str], where: str) -> Recorded
         tokens = np.asarray(tokens, np.int64)[real]
         routes = None if routes is None else routes[real]
         images = tuple((int(real[:start].sum()), int(real[:stop].sum()), image) for start, stop, image in images)
-    return Recorded(
-        tokens, routes, spans=None if spans is None else tuple(spans), images=images, **_facts(row, where)
-    )
+    return Recorded(tokens, routes, spans=None if spans is None else tuple(spans), images=images, **_facts(row, where))
 
 
 def _trained(row: dict[str, Any], key: str, tokens: int, completion: int, where: str) -> NDArray[np.bool_]:

@@ -133,7 +133,7 @@ def _difference(x: Any, y: Any, *, alpha: Any = 1) -> Any:
     return NotImplemented if isinstance(alpha, (int, float)) and alpha == 1 else x - y * alpha
 
 
-TABLE = {
+TABLE: dict[Any, Any] = {
     **FUSED_REDUCTIONS,
     **SPELLED_OUT,
     **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), _sum),

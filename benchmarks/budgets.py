@@ -131,8 +131,9 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     names = arguments.trees.split(",")
-    files = [name for name in names if name != "long"]
-    known = catalogue(arguments.rollouts, files if arguments.rollouts else (), MOST_TOKENS)
+    folder = arguments.rollouts
+    files = [name for name in names if folder is not None and (folder / f"{name}.npz").exists()]
+    known = catalogue(folder, files, MOST_TOKENS)
     builders = {name: entry.build for name, entry in known.items()} | {"long": long_tree}
     if unknown := set(names) - set(builders):
         parser.error(f"unknown trees {', '.join(sorted(unknown))}; known: {', '.join(builders)}")

@@ -137,6 +137,18 @@ def test_stages_are_swept_where_that_is_cheaper_in_the_same_memory(budget, is_as
         assert choose(SHARED, asked, "transparent", limits)[1].sweep == sweep
 
 
+@pytest.mark.parametrize("sweep", ["auto", "chunks", "stages"])
+def test_a_budget_that_is_asked_for_bounds_what_larger_chunks_take(sweep):
+    options = Options(strategy="packed", sweep=sweep)
+
+    def peak(budget):
+        known = {"sums": 1000, "parts": (LAYER,) * 10, "is_asked_for": True, "chunk_sizes": (4, 8, 64)}
+        return choose_lazily(SHARED, options, "transparent", Limits(budget, WHOLE, TOKENS_ONLY, **known))[0].peak
+
+    for budget in (0, 50, 200, 800, 3000):
+        assert peak(budget) <= peak(0) + budget
+
+
 HEAD = PartBytes(Footprint(graph_token=5, graph_head=45))
 WITH_HEAD = {"footprint": Footprint(graph_token=105, graph_head=45), "parts": (LAYER,) * 10 + (HEAD,)}
 LAYER_BYTES = 10 * SHARED.num_rows

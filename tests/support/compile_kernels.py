@@ -11,7 +11,6 @@ from dta_compile.ops.experts import kernels as grouped_kernels
 from dta_compile.ops.experts import products as grouped_products
 from dta_compile.ops.lm_head import by_kernels
 from dta_compile.ops.lm_head import kernels as head_kernels
-from dta_compile.runtime.attention import partial_kernels
 from dta_compile.runtime.attention import triton_kernels as kernels
 
 KERNELS = (kernels.forward_kernel, kernels.queries_kernel, kernels.own_keys_kernel, kernels.stack_keys_kernel)
@@ -43,7 +42,7 @@ def main() -> None:
             "KEY_WIDTH": width,
             "VALUE_WIDTH": width,
             "LIMITED": bool(limit),
-            "BEGINS": capped,
+            "UNITS": capped,
             "CHUNKED": limit == "chunk",
             "CAPPED": capped,
             "PRECISION": "ieee" if dtype == "fp32" else "tf32",
@@ -56,12 +55,6 @@ def main() -> None:
             own = {name: value for name, value in constants.items() if name in kernel.arg_names}
             signature = {name: kind_of(name, own, dtype) for name in kernel.arg_names}
             print(f"{dtype} {width}:", compiled(kernel, signature, own, {"num_warps": 8, "num_stages": 1}))
-    for kernel in (partial_kernels.merge_kernel, partial_kernels.add_kernel):
-        constants = {"DIM": 120, "WIDTH": 128, "ROWS": partial_kernels.ROWS}
-        kinds = dict.fromkeys(("statistics", "own_statistics", "checked"), "*fp32")
-        kinds |= {"out": "*bf16", "own_out": "*bf16", **dict.fromkeys(constants, "constexpr")}
-        signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
-        print("bf16:", compiled(kernel, signature, constants, {}))
     for dtype in ("bf16", "fp32"):
         precision = {"PRECISION": "ieee" if dtype == "fp32" else "tf32"}
         for kernel, constants in (

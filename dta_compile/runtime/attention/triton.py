@@ -100,7 +100,7 @@ class TritonAttention:
         _, heads, tokens, _ = x.query.shape
         kv_heads, prefix = x.key.shape[1], x.prefix_key.shape[2]
         by_queries = _query_blocks(x)
-        strides = (*_strides(x, out), *rows_of(grad))
+        strides = (*_strides(x, out), *_rows_of(grad))
         grad_query = empty_by_tokens(x.query) if partial is None else partial
         delta = torch.empty_like(logsumexp)
         wide = statistics_dtype(x.query.dtype)
@@ -111,7 +111,7 @@ class TritonAttention:
         shared = (*_tensors(x), out, logsumexp, grad)
         of_queries = {**_constants(x, by_queries), "GOES_ON": partial is not None}
         queries_kernel[(heads, _blocks_of(tokens, by_queries.queries))](
-            *shared, delta, grad_query, *strides, *rows_of(grad_query), **of_queries
+            *shared, delta, grad_query, *strides, *_rows_of(grad_query), **of_queries
         )
         kernels: list[Any] = [(own_keys_kernel, _key_blocks(x, tokens), tokens, SHARES, grad_key, grad_value)]
         if prefix:
@@ -120,7 +120,7 @@ class TritonAttention:
             splits = max(1, min(PROGRAMS // programs, tokens // LEAST_KEYS))
             kernels.append((stack_keys_kernel, blocks, prefix, splits, prefix_key_grad, prefix_value_grad))
         for kernel, blocks, keys, splits, *targets in kernels:
-            strides_of_targets = (stride for target in targets for stride in rows_of(target))
+            strides_of_targets = (stride for target in targets for stride in _rows_of(target))
             kernel[(kv_heads, _blocks_of(keys, blocks.keys), splits if is_shared else 1)](
                 *shared, delta, *targets, *strides, *strides_of_targets, **_constants(x, blocks), SHARED=is_shared
             )
@@ -131,14 +131,14 @@ def _tensors(x: Operands) -> tuple[torch.Tensor, ...]:
     return x.query, x.key, x.value, x.prefix_key, x.prefix_value, x.table().numbers
 
 
-def rows_of(tensor: torch.Tensor) -> tuple[int, int]:
+def _rows_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the strides of heads and tokens; features are contiguous."""
     return tensor.stride(1), tensor.stride(2)
 
 
 def _strides(x: Operands, out: torch.Tensor) -> tuple[int, ...]:
     tensors = (x.query, x.key, x.value, x.prefix_key, x.prefix_value, out)
-    return tuple(stride for tensor in tensors for stride in rows_of(tensor))
+    return tuple(stride for tensor in tensors for stride in _rows_of(tensor))
 
 
 def _constants(x: Operands, blocks: Blocks) -> dict[str, Any]:
@@ -150,10 +150,10 @@ def _constants(x: Operands, blocks: Blocks) -> dict[str, Any]:
         "GROUPS": x.query.shape[1] // x.key.shape[1],
         "KEY_DIM": x.query.shape[-1],
         "VALUE_DIM": x.value.shape[-1],
-        "KEY_WIDTH": padded(x.query.shape[-1]),
-        "VALUE_WIDTH": padded(x.value.shape[-1]),
+        "KEY_WIDTH": _padded(x.query.shape[-1]),
+        "VALUE_WIDTH": _padded(x.value.shape[-1]),
         "LIMITED": x.limit is not None,
-        "BEGINS": x.units or bool(x.chunk.squares),
+        "UNITS": x.units,
         "CHUNKED": x.limit is not None and x.limit.by_chunks,
         "CAPPED": x.scoring.softcap > 0,
         # Tensor cores round float32 to 10 bits unless told otherwise.
@@ -165,7 +165,7 @@ def _constants(x: Operands, blocks: Blocks) -> dict[str, Any]:
     }
 
 
-def padded(size: int) -> int:
+def _padded(size: int) -> int:
     """Round up to a power of two, at least 16, as sides of blocks must be."""
     return max(16, 1 << (size - 1).bit_length())
 
@@ -200,12 +200,12 @@ def _key_blocks(x: Operands, keys: int, are_shared: bool = False) -> Blocks:
 
 
 def _width(x: Operands) -> int:
-    return padded(max(x.query.shape[-1], x.value.shape[-1]))
+    return _padded(max(x.query.shape[-1], x.value.shape[-1]))
 
 
 def _few(tokens: int) -> int:
     """Return a block size of at most 64 queries, and little more than there are."""
-    return max(16, min(64, padded(tokens)))
+    return max(16, min(64, _padded(tokens)))
 
 
 def _splits(x: Operands, blocks: Blocks) -> int:

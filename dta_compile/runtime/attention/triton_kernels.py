@@ -3,8 +3,8 @@
 """Triton kernels of `attention.triton`: forward, and the gradients of queries, of own keys and of the stack's keys.
 
 Token i of the chunk reads the first `start` tokens of the stack, and the chunk's token j if `j <= i < ends[j]`, with
-units, or where squares are computed elsewhere, if `begins[j] <= i < ends[j]`; with a limit, none above `_first_key`,
-see `Limit`. `table` holds start, ends, depths, begins and lists of blocks, see `ChunkTable`.
+units if `begins[j] <= i < ends[j]`; with a limit, none above `_first_key`, see `Limit`. `table` holds start, ends,
+depths, begins and lists of blocks, see `ChunkTable`.
 Blocks that every query reads whole, most of the work, run without masks, which cost more than the arithmetic around
 them. The softmax is computed in base 2; stored log-sum-exps are natural.
 
@@ -126,11 +126,11 @@ def _columns_of(parts, number, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _reads(table, tokens, rows, columns, inside, first_key, LIMITED: tl.constexpr, BEGINS: tl.constexpr):
+def _reads(table, tokens, rows, columns, inside, first_key, LIMITED: tl.constexpr, UNITS: tl.constexpr):
     """Return the mask `[rows, columns]` over the chunk's own tokens."""
     ends = tl.load(table + 1 + columns, mask=inside, other=0)
     begins = columns
-    if BEGINS:
+    if UNITS:
         begins = tl.load(table + 1 + 2 * tokens + columns, mask=inside, other=0)
     allowed = (begins[None, :] <= rows[:, None]) & (rows[:, None] < ends[None, :])
     if LIMITED:
@@ -218,7 +218,7 @@ def forward_kernel(
     q_head, q_row, k_head, k_row, v_head, v_row, pk_head, pk_row, pv_head, pv_row, o_head, o_row,
     splits, tokens, scale, limit, softcap,
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, BEGINS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, UNITS: tl.constexpr,
     CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     GOES_ON: tl.constexpr,
 ):  # fmt: skip
@@ -263,7 +263,7 @@ def forward_kernel(
                 columns = begin + tl.arange(0, KEYS)
                 allowed = None
                 if LIMITED:
-                    allowed = _reads(table, tokens, rows, columns, columns < tokens, first_key, LIMITED, BEGINS)
+                    allowed = _reads(table, tokens, rows, columns, columns < tokens, first_key, LIMITED, UNITS)
                 k = _rows(key, k_head, k_row, kv_head, columns, None, KEY_DIM, KEY_WIDTH)
                 v = _rows(value, v_head, v_row, kv_head, columns, None, VALUE_DIM, VALUE_WIDTH)
                 top, total, acc = _attend(q, k, v, allowed, scale, softcap, top, total, acc, CAPPED, PRECISION)
@@ -273,7 +273,7 @@ def forward_kernel(
             inside = columns < tokens
             k = _rows(key, k_head, k_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
             v = _rows(value, v_head, v_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
-            allowed = _reads(table, tokens, rows, columns, inside, first_key, LIMITED, BEGINS)
+            allowed = _reads(table, tokens, rows, columns, inside, first_key, LIMITED, UNITS)
             top, total, acc = _attend(q, k, v, allowed, scale, softcap, top, total, acc, CAPPED, PRECISION)
 
     if _has_others(acc, exists):
@@ -294,7 +294,7 @@ def forward_kernel(
                 columns = number + tl.arange(0, 1)
                 k = _rows(key, k_head, k_row, kv_head, columns, None, KEY_DIM, KEY_WIDTH)
                 v = _rows(value, v_head, v_row, kv_head, columns, None, VALUE_DIM, VALUE_WIDTH)
-                allowed = _reads(table, tokens, rows, columns, columns < tokens, first_key, LIMITED, BEGINS)
+                allowed = _reads(table, tokens, rows, columns, columns < tokens, first_key, LIMITED, UNITS)
                 top, total, acc = _attend(q, k, v, allowed, scale, softcap, top, total, acc, CAPPED, PRECISION)
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -340,7 +340,7 @@ def queries_kernel(
     gq_head, gq_row,
     tokens, scale, limit, softcap,
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, BEGINS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, UNITS: tl.constexpr,
     CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     GOES_ON: tl.constexpr,
 ):  # fmt: skip
@@ -387,7 +387,7 @@ def queries_kernel(
             columns = begin + tl.arange(0, KEYS)
             allowed = None
             if LIMITED:
-                allowed = _reads(table, tokens, rows, columns, columns < tokens, first_key, LIMITED, BEGINS)
+                allowed = _reads(table, tokens, rows, columns, columns < tokens, first_key, LIMITED, UNITS)
             k = _rows(key, k_head, k_row, kv_head, columns, None, KEY_DIM, KEY_WIDTH)
             v = _rows(value, v_head, v_row, kv_head, columns, None, VALUE_DIM, VALUE_WIDTH)
             acc = _add_to_queries(acc, q, do, k, v, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
@@ -397,7 +397,7 @@ def queries_kernel(
         inside = columns < tokens
         k = _rows(key, k_head, k_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
         v = _rows(value, v_head, v_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
-        allowed = _reads(table, tokens, rows, columns, inside, first_key, LIMITED, BEGINS)
+        allowed = _reads(table, tokens, rows, columns, inside, first_key, LIMITED, UNITS)
         acc = _add_to_queries(acc, q, do, k, v, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
 
     if _has_others(acc, exists):
@@ -416,7 +416,7 @@ def queries_kernel(
             columns = number + tl.arange(0, 1)
             k = _rows(key, k_head, k_row, kv_head, columns, None, KEY_DIM, KEY_WIDTH)
             v = _rows(value, v_head, v_row, kv_head, columns, None, VALUE_DIM, VALUE_WIDTH)
-            allowed = _reads(table, tokens, rows, columns, columns < tokens, first_key, LIMITED, BEGINS)
+            allowed = _reads(table, tokens, rows, columns, columns < tokens, first_key, LIMITED, UNITS)
             acc = _add_to_queries(acc, q, do, k, v, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
     _store(grad_query, gq_head, gq_row, head, rows, exists, acc * scale, KEY_DIM, KEY_WIDTH)
 
@@ -426,7 +426,7 @@ def _add_to_keys(
     key_acc, value_acc, k, v, query, grad, logsumexp, delta, table, columns, first, last,
     q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    OWN: tl.constexpr, MASKED: tl.constexpr, LIMITED: tl.constexpr, BEGINS: tl.constexpr, CHUNKED: tl.constexpr,
+    OWN: tl.constexpr, MASKED: tl.constexpr, LIMITED: tl.constexpr, UNITS: tl.constexpr, CHUNKED: tl.constexpr,
     CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Add contributions of queries from `first` to `last` to the gradients of keys, divided by `scale`, and of values.
@@ -453,7 +453,7 @@ def _add_to_keys(
             if LIMITED:
                 first_key = _first_key(tl.load(table + 1 + tokens + rows, mask=exists, other=0), limit, CHUNKED)
             if OWN:
-                allowed = tl.trans(_reads(table, tokens, rows, columns, columns < tokens, first_key, LIMITED, BEGINS))
+                allowed = tl.trans(_reads(table, tokens, rows, columns, columns < tokens, first_key, LIMITED, UNITS))
             else:
                 allowed = columns[:, None] >= first_key[None, :]
         scores = _products(k, q, PRECISION)
@@ -473,7 +473,7 @@ def own_keys_kernel(
     gk_head, gk_row, gv_head, gv_row,
     tokens, scale, limit, softcap,
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, BEGINS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, UNITS: tl.constexpr,
     CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     SHARED: tl.constexpr,
 ):  # fmt: skip
@@ -485,11 +485,9 @@ def own_keys_kernel(
     ends = tl.load(table + 1 + columns, mask=inside, other=0)
     # From `first` on a key is read; before `below` it may come after a query; from `whole` on a key may have no
     # descendants left.
-    first, last, after = block * KEYS // QUERIES * QUERIES, tl.max(ends, 0), block * KEYS + KEYS
-    if BEGINS:  # which do not decrease
-        begins = table + 1 + 2 * tokens
-        first = tl.load(begins + block * KEYS) // QUERIES * QUERIES
-        after = tl.maximum(after, tl.load(begins + tl.minimum(after, tokens) - 1))
+    first, last = block * KEYS // QUERIES * QUERIES, tl.max(ends, 0)
+    if UNITS:
+        first = tl.load(table + 1 + 2 * tokens + block * KEYS) // QUERIES * QUERIES
     splits = 1
     if SHARED:
         splits = tl.where(last - first >= LONG_REACH, tl.num_programs(2), 1)
@@ -501,7 +499,7 @@ def own_keys_kernel(
     value_acc = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
     if SHARED:
         first, last = _share(first, last, split, splits, QUERIES)
-    below = tl.minimum(tl.maximum(tl.cdiv(after, QUERIES) * QUERIES, first), last)
+    below = tl.minimum(tl.maximum(tl.cdiv(block * KEYS + KEYS, QUERIES) * QUERIES, first), last)
     whole = below
     if not LIMITED:
         whole = tl.minimum(tl.maximum(tl.min(tl.where(inside, ends, 0), 0) // QUERIES * QUERIES, below), last)
@@ -511,14 +509,14 @@ def own_keys_kernel(
             key_acc, value_acc = _add_to_keys(
                 key_acc, value_acc, k, v, query, grad, logsumexp, delta, table, columns, below, whole,
                 q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap, KEY_DIM, VALUE_DIM,
-                KEY_WIDTH, VALUE_WIDTH, True, False, LIMITED, BEGINS, CHUNKED, CAPPED, PRECISION, QUERIES,
+                KEY_WIDTH, VALUE_WIDTH, True, False, LIMITED, UNITS, CHUNKED, CAPPED, PRECISION, QUERIES,
             )  # fmt: skip
         for part in range(2):
             key_acc, value_acc = _add_to_keys(
                 key_acc, value_acc, k, v, query, grad, logsumexp, delta, table, columns,
                 first if part == 0 else whole, below if part == 0 else last,
                 q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap, KEY_DIM, VALUE_DIM,
-                KEY_WIDTH, VALUE_WIDTH, True, True, LIMITED, BEGINS, CHUNKED, CAPPED, PRECISION, QUERIES,
+                KEY_WIDTH, VALUE_WIDTH, True, True, LIMITED, UNITS, CHUNKED, CAPPED, PRECISION, QUERIES,
             )  # fmt: skip
     if _has_others(key_acc, inside) or _has_others(value_acc, inside):
         key_acc = tl.zeros([KEYS, KEY_WIDTH], tl.float32)
@@ -528,7 +526,7 @@ def own_keys_kernel(
             key_acc, value_acc = _add_to_keys(
                 key_acc, value_acc, k, v, query, grad, logsumexp, delta, table, columns, first, last,
                 q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap, KEY_DIM, VALUE_DIM,
-                KEY_WIDTH, VALUE_WIDTH, True, True, LIMITED, BEGINS, CHUNKED, CAPPED, PRECISION, 1,
+                KEY_WIDTH, VALUE_WIDTH, True, True, LIMITED, UNITS, CHUNKED, CAPPED, PRECISION, 1,
             )  # fmt: skip
     _put(grad_key, gk_head, gk_row, kv_head, columns, inside, key_acc * scale, splits, True, SHARED, KEY_DIM, KEY_WIDTH)
     _put(grad_value, gv_head, gv_row, kv_head, columns, inside, value_acc, splits, True, SHARED, VALUE_DIM, VALUE_WIDTH)
@@ -541,7 +539,7 @@ def stack_keys_kernel(
     gk_head, gk_row, gv_head, gv_row,
     tokens, scale, limit, softcap,
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, BEGINS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, UNITS: tl.constexpr,
     CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     SHARED: tl.constexpr,
 ):  # fmt: skip
@@ -565,7 +563,7 @@ def stack_keys_kernel(
         key_acc, value_acc = _add_to_keys(
             key_acc, value_acc, k, v, query, grad, logsumexp, delta, table, columns, first, last,
             q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap, KEY_DIM, VALUE_DIM,
-            KEY_WIDTH, VALUE_WIDTH, False, True, LIMITED, BEGINS, CHUNKED, CAPPED, PRECISION, QUERIES,
+            KEY_WIDTH, VALUE_WIDTH, False, True, LIMITED, UNITS, CHUNKED, CAPPED, PRECISION, QUERIES,
         )  # fmt: skip
     if LIMITED:  # noqa: SIM102 (static); else every query reads the whole stack
         if _has_others(key_acc, inside) or _has_others(value_acc, inside):
@@ -578,7 +576,7 @@ def stack_keys_kernel(
                 key_acc, value_acc = _add_to_keys(
                     key_acc, value_acc, k, v, query, grad, logsumexp, delta, table, columns, first, last,
                     q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap, KEY_DIM, VALUE_DIM,
-                    KEY_WIDTH, VALUE_WIDTH, False, True, LIMITED, BEGINS, CHUNKED, CAPPED, PRECISION, 1,
+                    KEY_WIDTH, VALUE_WIDTH, False, True, LIMITED, UNITS, CHUNKED, CAPPED, PRECISION, 1,
                 )  # fmt: skip
     _put(
         grad_key, gk_head, gk_row, kv_head, columns, inside, key_acc * scale, splits, False, SHARED, KEY_DIM, KEY_WIDTH

@@ -56,7 +56,6 @@ class ChunkShape:
         segments: its slices, see `dta_compile.plan.tree.segments`.
         rectangles: blocks of (queries, keys) between each slice and its descendants.
         units: tokens `[first, last)` that read each other both ways, in layers that do so.
-        squares: tokens `[first, last)` of one slice that read each other elsewhere, and not here.
         derived: cache of what mixers derive from the shape, shared by all layers, forward and backward.
     """
 
@@ -65,7 +64,6 @@ class ChunkShape:
     segments: tuple[Segment, ...]
     rectangles: tuple[Rectangle, ...]
     units: tuple[tuple[int, int], ...] = ()
-    squares: tuple[tuple[int, int], ...] = ()
     derived: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -95,13 +93,10 @@ class ChunkShape:
 
     @functools.cached_property
     def begins(self) -> npt.NDArray[np.int64]:
-        """`[tokens]` the first token that reads each token where units do: the first of its unit, else itself; of a
-        square that is computed elsewhere, one past its last token. Does not decrease."""
+        """`[tokens]` the first token that reads each token where units do: the first of its unit, else itself."""
         begins = np.arange(self.tokens)
-        for first, last in self.units if not self.squares else ():
+        for first, last in self.units:
             begins[first:last] = first
-        for first, last in self.squares:
-            begins[first:last] = last
         return begins
 
     @functools.cached_property
@@ -179,9 +174,8 @@ class ChunkShape:
         queries if the first query lies before the largest end of the keys.
         """
         keys, queries = np.arange(0, self.tokens, LISTED_KEYS), np.arange(0, self.tokens, LISTED_QUERIES)
-        ends, last_keys = self.subtree_ends, np.minimum(keys + LISTED_KEYS, self.tokens) - 1
-        after = np.maximum(keys + LISTED_KEYS, self.begins[last_keys])
-        last = np.minimum(queries + LISTED_QUERIES, self.tokens)
+        ends = self.subtree_ends
+        after, last = keys + LISTED_KEYS, np.minimum(queries + LISTED_QUERIES, self.tokens)
         read = (self.begins[keys] < last[:, None]) & (np.maximum.reduceat(ends, keys) > queries[:, None])
         whole = (after <= queries[:, None]) & (np.minimum.reduceat(ends, keys) >= last[:, None])
         return whole, read

@@ -15,7 +15,7 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("budget", "bytes_per_token", "expected"),
     [
-        (40 * GIB, 2**20, (2048, 4096, 8192)),
+        (40 * GIB, 2**20, (2048, 4096, 8192, 16_384)),
         (38 * GIB, 2 * 2**20, (2048, 4096)),
         (40 * GIB, 8 * 2**20, (2048,)),
         (0, 2**20, (2048,)),  # keep nothing: as little memory as possible

@@ -282,5 +282,5 @@ def test_assertions_about_what_a_tensor_holds(model):
     compiled = compiled_function(run)
     assert_equals_eager(run, compiled, model, ids)
     assert inside(compiled).only
-    with pytest.raises(RuntimeError, match="too large"):
+    with pytest.raises((RuntimeError, AssertionError), match="too large"):  # as Dynamo of this torch has it
         compiled(ids + 30 * len(ids))

@@ -75,6 +75,7 @@ def classify(term: Term, sizes: Mapping[str, sympy.Expr], facts: Facts) -> MaskC
     # Whatever numbers are computed of a token, equal ones may tell sequences.
     numbers = [value for _, value in _compared_values(term, Terms(in_order(term))) if _is_number_of(value)]
     sums = [value for value in numbers if isinstance(value, Apply) and value.name in ("add", "sub", "rsub")]
+    sums = [value for value in sums if not any(_divides(part) for part in subterms(value))]  # `x - x % 4`: chunks
     if sums:  # z3 takes long to find that their parts have no such role
         with contextlib.suppress(Unproven):
             return _classify(term, sizes, facts, frozenset(sums))
@@ -140,6 +141,10 @@ def _compared_values(term: Term, terms: Terms) -> Iterator[tuple[Apply, Term]]:
             first, second = second, first
         if isinstance(second, Term) and first is terms.with_index(second, "query", "key"):
             yield part, first
+
+
+def _divides(part: Term) -> bool:
+    return isinstance(part, Apply) and part.name in ("remainder", "floor_divide", "fmod", "div")
 
 
 def _is_number_of(value: Term) -> bool:

@@ -400,6 +400,18 @@ CLASSES = {
         r"chunks of 3 by key - .*\[row\], real tokens",
         [3, 3, 3],
     ),
+    "chunks of other sizes": (
+        lambda ids: causal(ids) & torch.eq(*(12 // (place + 1) for place in positions(ids))),
+        [(IDS,)],
+        "a sequence for each",
+        [0],
+    ),
+    "chunks within a window": (
+        lambda ids: causal(ids) & (positions(ids)[0] // 4 == positions(ids)[1] // 4) & near(ids, 3),
+        [(IDS,)],
+        "window 3, a sequence for each",
+        [3],
+    ),
     "chunks of packed rows": (
         lambda ids, place: (
             packed(ids, place) & pairs(place, lambda query, key: (key <= query) & (query // 2 == key // 2))
@@ -562,7 +574,8 @@ SHOWN_BY_OTHERS = {
     "positions",
     "no documents",
     "documents counted for each side",
-    "chunks of a tensor argument",
+    "chunks of other sizes",
+    "chunks within a window",
 }
 
 
@@ -641,8 +654,8 @@ REFUSED = {
     "padding that its neighbours read": (
         lambda ids, mask: near(ids, 2) & causal(ids) | causal(ids) & mask.bool()[:, None, None, :],
         (IDS, MASK),
-        RefusalError,
-        "hides earlier tokens",
+        RuntimeContractError,
+        "the tokens that stay visible beside a sliding window are others",
     ),
     "a window for each row, beside padding of queries and keys": (  # not: padding is real, and attends to nothing
         lambda ids, mask, windows: (
@@ -680,23 +693,11 @@ REFUSED = {
         RuntimeContractError,
         "multiple of 3[^$]*1 at row 0, token 4, which has 0 tokens",
     ),
-    "chunks of other sizes": (
-        lambda ids: causal(ids) & torch.eq(*(12 // (place + 1) for place in positions(ids))),
-        (IDS,),
-        RefusalError,
-        "in another way than padding, a sliding window or chunks",
-    ),
     "chunks of a fraction": (
         lambda ids: causal(ids) & torch.eq(*(place // 2.5 for place in positions(ids))),
         (IDS,),
         RefusalError,
         "cannot be decided",
-    ),
-    "chunks within a window": (
-        lambda ids: causal(ids) & (positions(ids)[0] // 4 == positions(ids)[1] // 4) & near(ids, 3),
-        (IDS,),
-        RefusalError,
-        "in another way than padding, a sliding window or chunks",
     ),
     "every second": (
         lambda ids: causal(ids) & ((positions(ids)[0] - positions(ids)[1]) % 2 == 0),
@@ -958,7 +959,6 @@ REFUSED = {
 
 
 LIKE_OTHERS = {
-    "chunks of other sizes",
     "chunks that count padding",
     "a quotient of nothing",
     "both beyond 64 bits",

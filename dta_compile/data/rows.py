@@ -18,7 +18,7 @@ from dta_compile.data.recorded import ReadOptions, Recorded, spans_of_mask
 from dta_compile.data.tokenizer import Tokenizer, conversation, samples
 from dta_compile.errors import OptionError, PlanError
 
-# Keys used by trainers and inference engines, in order of precedence. The tokens of a pair are prompt and completion.
+# Keys of token ids that trainers and inference engines use, in order of precedence. Two keys: prompt and completion.
 TOKENS: tuple[tuple[str, ...], ...] = (
     ("tokens",),
     ("input_ids",),
@@ -32,7 +32,7 @@ TOKENS: tuple[tuple[str, ...], ...] = (
 MESSAGES = ("messages", "conversations", "conversation")
 TEXT_PAIRS = (("prompt", "completion"), ("input", "output"), ("prompt", "response"))
 LOSS_MASKS = ("loss_mask", "completion_mask", "response_mask", "assistant_masks", "assistant_mask")
-OF_COMPLETIONS = ("completion_mask", "response_mask")  # those that may be as long as the completion, at the end
+OF_COMPLETIONS = ("completion_mask", "response_mask")  # masks that may cover the completion alone
 TRAJECTORIES = ("trajectory", "trajectory_id", "traj", "conversation_id", "request_id")
 REWARDS = ("reward", "score", "rewards")
 MOST_ID, FINITE = 2**63, sys.float_info.max  # exclusive bound of token ids; inclusive bound of other numbers
@@ -49,9 +49,9 @@ class RowReader:
     """Converter of rows to token sequences, which counts the kinds of rows.
 
     Attributes:
-        options: options for rows with text.
-        kinds: number of rows by description.
-        tokenizer: tokenizer named by the options.
+        options: how rows with text become tokens.
+        tokenizer: tokenizer named by the options; None: they name none.
+        kinds: number of rows of each kind, by description.
     """
 
     options: ReadOptions
@@ -66,11 +66,12 @@ class RowReader:
             OptionError: a row has text, and no tokenizer is named.
         """
         for number, (where, row) in enumerate(rows):
-            kind, sequences = self._of(row, where, number)
+            kind, sequences = self._convert(row, where, number)
             self.kinds[kind] += 1
             yield from sequences
 
-    def _of(self, row: Any, where: str, number: int) -> tuple[str, Iterable[Recorded]]:
+    def _convert(self, row: Any, where: str, number: int) -> tuple[str, Iterable[Recorded]]:
+        """Return the kind of a row, in words, and its sequences."""
         if isinstance(row, list) and row and all(isinstance(message, dict) for message in row):
             row = {"messages": row}
         if not isinstance(row, dict):
@@ -89,14 +90,16 @@ class RowReader:
         raise _bad("a row without anything to read", where, EXPECTED, row)
 
     def _of_pair(self, row: dict[str, Any], pair: tuple[str, str], where: str, number: int) -> Iterable[Recorded]:
+        """Return the sequences of a prompt and its completion, which are texts or lists of messages."""
         prompt, completion = (row[key] for key in pair)
         if isinstance(prompt, str) and isinstance(completion, str):
             tokenizer = self._tokenizer(where)
-            ids, rest = tokenizer.encode(prompt), tokenizer.encode(completion)
-            return [Recorded(ids + rest, spans=((len(ids), len(ids) + len(rest)),), **_facts(row, where))]
-        before, after = conversation(prompt, where), conversation(completion, where, role="assistant")
-        whole = dataclasses.replace(self.options, turns="whole")  # a completion of several turns is one sample
-        return self._of_messages(row, [*before, *after], len(before), where, number, whole)
+            prompt_ids, ids = tokenizer.encode(prompt), tokenizer.encode(completion)
+            span = len(prompt_ids), len(prompt_ids) + len(ids)
+            return [Recorded(prompt_ids + ids, spans=(span,), **_facts(row, where))]
+        asked, answered = conversation(prompt, where), conversation(completion, where, role="assistant")
+        options = dataclasses.replace(self.options, turns="whole")  # a completion of several turns is one sample
+        return self._of_messages(row, [*asked, *answered], len(asked), where, number, options)
 
     def _of_messages(
         self,
@@ -107,10 +110,10 @@ class RowReader:
         number: int,
         options: ReadOptions | None = None,
     ) -> Iterator[Recorded]:
-        """Yield the samples of a transcript whose answers begin at message `first`."""
+        """Yield the samples of a transcript; `first`: number of the first message that may be trained on."""
         tokenizer, options = self._tokenizer(where), options or self.options
-        own = row.get("chat_template_kwargs")
-        values = {**(own if isinstance(own, dict) else {}), **options.template_values}
+        of_row = row.get("chat_template_kwargs")
+        values = {**(of_row if isinstance(of_row, dict) else {}), **options.template_values}
         tools, facts = row.get("tools"), _facts(row, where)
         facts.setdefault("trajectory", number)
         for sample in samples(tokenizer, messages, tools, values, options, first, where):
@@ -129,9 +132,12 @@ class RowReader:
 
 
 def _of_tokens(row: dict[str, Any], keys: Sequence[str], where: str) -> Recorded:
-    """Read token ids, or those of a prompt and then of its completion, with what a row says of each token.
+    """Return the sequence of a row's token ids, with its routes, images and loss spans.
 
     Tokens that `attention_mask` marks as padding are dropped.
+
+    Args:
+        keys: key of all tokens, or keys of the prompt's and of the completion's.
     """
     parts = [_ids(row[key], where) for key in keys]
     tokens, completion = [token for part in parts for token in part], len(parts[-1])
@@ -142,11 +148,11 @@ def _of_tokens(row: dict[str, Any], keys: Sequence[str], where: str) -> Recorded
     if row.get("spans") is not None:
         spans = _spans(row["spans"], len(tokens), where)
     elif mask is not None:
-        spans = spans_of_mask(_trained(row, mask, len(tokens), completion, where))
+        spans = spans_of_mask(_loss_mask(row, mask, len(tokens), completion, where))
     elif isinstance(row.get("labels"), list):
-        spans = spans_of_mask(_beside(row, "labels", len(tokens), where) != IGNORED_LABEL)
+        spans = spans_of_mask(_per_token(row, "labels", len(tokens), where) != IGNORED_LABEL)
     if row.get("attention_mask") is not None:
-        real = _beside(row, "attention_mask", len(tokens), where) > 0
+        real = _per_token(row, "attention_mask", len(tokens), where) > 0
         if spans is not None:
             spans = spans_of_mask(Recorded(tokens, spans=tuple(spans)).loss_mask()[real])
         tokens = np.asarray(tokens, np.int64)[real]
@@ -155,20 +161,20 @@ def _of_tokens(row: dict[str, Any], keys: Sequence[str], where: str) -> Recorded
     return Recorded(tokens, routes, spans=None if spans is None else tuple(spans), images=images, **_facts(row, where))
 
 
-def _trained(row: dict[str, Any], key: str, tokens: int, completion: int, where: str) -> NDArray[np.bool_]:
-    """Return `[tokens]` from a loss mask over all tokens, or over those of the completion, which come last."""
+def _loss_mask(row: dict[str, Any], key: str, tokens: int, completion: int, where: str) -> NDArray[np.bool_]:
+    """Return the loss mask `[tokens]` from a row's own, which covers all tokens or those of the completion alone."""
     given = len(row[key]) if isinstance(row[key], list) else 0
-    of_completion = given == completion < tokens or (key in OF_COMPLETIONS and 0 < given < tokens == completion)
+    is_shorter = given == completion < tokens or (key in OF_COMPLETIONS and 0 < given < tokens == completion)
+    covered = given if is_shorter else tokens
     mask = np.zeros(tokens, bool)
-    mask[tokens - given if of_completion else 0 :] = _beside(row, key, given if of_completion else tokens, where) > 0
+    mask[tokens - covered :] = _per_token(row, key, covered, where) > 0
     return mask
 
 
 def _facts(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Collect trajectory, turn and reward of a row, if present; lists, of a reward per token, are ignored."""
+    """Return a row's trajectory, turn and reward, as far as it has them; rewards by token (lists) are ignored."""
     facts: dict[str, Any] = {}
-    name = _first(row, TRAJECTORIES)
-    if name is not None:
+    if (name := _first(row, TRAJECTORIES)) is not None:
         facts["trajectory"] = row[name] if isinstance(row[name], str) else _integer(row, name, where)
     if row.get("turn") is not None:
         facts["turn"] = _integer(row, "turn", where)
@@ -194,6 +200,7 @@ def _integer(row: Mapping[str, Any], key: str, where: str) -> int:
 
 
 def _first(row: Mapping[str, Any], keys: Iterable[str]) -> str | None:
+    """Return the first of some keys that has a value in the row."""
     return next((key for key in keys if row.get(key) is not None), None)
 
 
@@ -208,8 +215,8 @@ def _ids(value: Any, where: str) -> Any:
     raise _bad("a line is not a list of token ids", where, EXPECTED, value)
 
 
-def _beside(row: dict[str, Any], key: str, tokens: int, where: str) -> Any:
-    """Return the field `key`, which must have one number per token, as float64."""
+def _per_token(row: dict[str, Any], key: str, tokens: int, where: str) -> Any:
+    """Return the numbers of field `key`, float64 `[tokens]`; raise PlanError unless it has one for each token."""
     value = row[key]
     is_list = isinstance(value, list) and len(value) == tokens
     if not is_list or not all(type(number) in (int, bool, float) and -FINITE <= number <= FINITE for number in value):
@@ -247,12 +254,8 @@ def _routes(value: Any, tokens: int, where: str) -> Any:
         entries = np.array(value, dtype=object)
         routes = entries.astype(np.int64) if set(map(type, entries.flat)) <= {int} else None  # no bools
     if not isinstance(value, list) or routes is None or len(routes) != tokens:
-        raise PlanError(
-            "routes are not integers of one shape for every token",
-            where=where,
-            expected=f'"routes": an entry for each of {tokens} tokens, such as experts by layer [[0, 5], [3, 1]]',
-            got=_shown(value),
-        )
+        expected = f'"routes": an entry for each of {tokens} tokens, such as experts by layer [[0, 5], [3, 1]]'
+        raise _bad("routes are not integers of one shape for every token", where, expected, value)
     return routes
 
 

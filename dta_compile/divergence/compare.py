@@ -36,11 +36,11 @@ from dta_compile.divergence.causes import (
 from dta_compile.plan import PrefixTree
 from dta_compile.plan.tree.lexicographic import common_run
 
-AROUND = 24  # tokens of text before and after a difference that are looked at
-LEAST_RUN = 32  # tokens that have to be alike after what is simply other text, and no fewer than that
-MOST_TEXT = 4096  # tokens of a difference that are decoded
-ROUNDS = 3  # of comparing again in another order
-AT_BEGIN = 4  # tokens between the begin of a turn and its thinking
+AROUND = 24  # tokens decoded before and after a difference
+LEAST_RUN = 32  # fewest equal tokens after a replacement, which needs as many as it has; else sequences go apart there
+MOST_TEXT = 4096  # most tokens of a difference that is decoded
+ROUNDS = 3  # most comparisons of all sequences, each in a better order
+AT_BEGIN = 4  # most tokens between the begin of a turn and its thinking
 
 
 def compare_all(batch: Batch) -> list[Comparison]:
@@ -82,6 +82,7 @@ def _is_earlier(batch: Batch, comparison: Comparison) -> bool:
 
 
 def _best(batch: Batch, references: References, sequence: int) -> Comparison:
+    """Compare with the earlier sequence that has most equal tokens beyond the longest shared prefix."""
     shared, previous = references.shared[sequence], references.previous_turn[sequence]
     best, gain = Comparison(sequence, references.nearest[sequence], shared), 0
     if shared == len(batch.arrays[sequence]):
@@ -89,9 +90,9 @@ def _best(batch: Batch, references: References, sequence: int) -> Comparison:
     for reference in _candidates(references, sequence):
         comparison = _compare(batch, reference, sequence)
         ends = (hunk.b1 + hunk.run for hunk in comparison.hunks)
-        again = sum(min(hunk.run, max(end - shared, 0)) for hunk, end in zip(comparison.hunks, ends, strict=True))
-        if again > gain:
-            best, gain = comparison, again
+        equal = sum(min(hunk.run, max(end - shared, 0)) for hunk, end in zip(comparison.hunks, ends, strict=True))
+        if equal > gain:
+            best, gain = comparison, equal
         if gain and reference == previous:
             break
     return best
@@ -122,7 +123,7 @@ def _compare(batch: Batch, reference: int, sequence: int) -> Comparison:
 
 
 def _cause(batch: Batch, reference: int, sequence: int, hunk: Hunk) -> str | None:
-    """Return the cause of a difference; None if it is no loss, because each sequence has its own contents after it."""
+    """Return the cause of a difference; None if no sharing is lost, as the sequences have other contents after it."""
     left = batch.arrays[reference][hunk.a0 : hunk.a1].tolist()
     right = batch.arrays[sequence][hunk.b0 : hunk.b1].tolist()
     if batch.decode is None or len(left) + len(right) > MOST_TEXT:
@@ -130,13 +131,13 @@ def _cause(batch: Batch, reference: int, sequence: int, hunk: Hunk) -> str | Non
     else:
         cause = cause_of_text(difference(batch, reference, sequence, hunk, batch.decode))
     if cause == REMOVED and _begins_a_turn(batch, reference, hunk):
-        return THINKING  # the first tokens that the policy wrote in the turn are gone, later ones are still there
+        return THINKING  # only the first tokens that the policy wrote in the turn are missing
     is_enough = hunk.run >= max(LEAST_RUN, len(left), len(right))
     return cause if cause != REPLACED or is_enough else None
 
 
 def difference(batch: Batch, reference: int, sequence: int, hunk: Hunk, show: Decode) -> Difference:
-    """Return the text of a difference, as `show` makes it of token ids."""
+    """Return a difference as text; `show` decodes token ids."""
     a, b = batch.arrays[reference], batch.arrays[sequence]
     before, after = a[max(hunk.a0 - AROUND, 0) : hunk.a0], a[hunk.a1 : hunk.a1 + AROUND]
     parts = before, a[hunk.a0 : hunk.a1], b[hunk.b0 : hunk.b1], after
@@ -144,15 +145,15 @@ def difference(batch: Batch, reference: int, sequence: int, hunk: Hunk, show: De
 
 
 def _is_own(batch: Batch, reference: int, sequence: int, hunk: Hunk) -> bool:
-    """Return whether a difference is between two answers of the policy, which is not a loss."""
-    one, other = (batch.sequences[index].trajectory for index in (reference, sequence))
-    if one is not None and one == other:
+    """Return whether a difference is between two answers of the policy, where no sharing is lost."""
+    trajectories = [batch.sequences[index].trajectory for index in (reference, sequence)]
+    are_known = None not in trajectories
+    if are_known and trajectories[0] == trajectories[1]:
         return False
     left = bool(batch.wrote[reference][hunk.a0 : hunk.a1].any())
     spans = batch.sequences[sequence].spans or ()
     right = any(start < hunk.b1 and hunk.b0 < stop for start, stop in spans)
-    are_of_two = one is not None and other is not None
-    return left or right if are_of_two else left and right
+    return left or right if are_known else left and right
 
 
 def _begins_a_turn(batch: Batch, reference: int, hunk: Hunk) -> bool:
@@ -201,8 +202,8 @@ class Batch:
 
 
 SAME = 0.85  # least share of common tokens for the two sides of a stretch to count as reordered
-LEAST = 6  # fewest differing tokens of such a stretch, on either side
-FARTHEST = 64  # hunks of a stretch
+LEAST = 6  # fewest differing tokens of a reordered stretch, on either side
+FARTHEST = 64  # most hunks of a stretch
 BESIDE_STRETCH, STRETCH_TEXT = 64, 2048  # tokens beside a stretch, and of it, searched for definitions of tools
 
 _MAY_BEGIN = (None, REMOVED, INSERTED, REPLACED, ORDER, TOOLS)
@@ -251,8 +252,8 @@ def _kind(batch: Batch, reference: int, first: Hunk, last: Hunk) -> str:
 
 def _share(left: Sequence[Ints], right: Sequence[Ints]) -> float:
     """Return the share of the larger side's tokens that the other side has as well, whatever their order."""
-    one, other = (Counter(np.concatenate(side).tolist()) for side in (left, right))
-    return (one & other).total() / max(one.total(), other.total(), 1)
+    left_counts, right_counts = (Counter(np.concatenate(side).tolist()) for side in (left, right))
+    return (left_counts & right_counts).total() / max(left_counts.total(), right_counts.total(), 1)
 
 
 SAMPLED = np.uint64(4)  # one in 4 n-grams is indexed, chosen by its hash

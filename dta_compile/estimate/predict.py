@@ -40,7 +40,7 @@ from dta_compile.plan.tree.split_prefixes import Images, with_keys
 
 BYTES_16BIT, BYTES_FP32 = 2, 4  # bytes of a 16-bit weight, activation or gradient, and of a float32 sum of gradients
 LAYERS_OF_DEFAULTS = 28  # layers of the model whose launch costs `CostModel.of_gpu` has
-# How often the forward reads or writes each output of a matrix product outside of matrix products.
+# Reads and writes of each output of a matrix product by element-wise operators of the forward.
 PASSES = 5.0
 ATTENTION_BACKWARD = 2.5  # operations of attention's backward, relative to its forward
 HEAD_BACKWARD = 3.0  # relative to the head's forward: the logits are recomputed, then go backward
@@ -48,30 +48,30 @@ HEAD_BACKWARD = 3.0  # relative to the head's forward: the logits are recomputed
 USABLE = 0.88
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # numbers of micro-batches to try
 MOST_RANKS = 4096
-LEAST_BUDGET = 1e8  # bytes: a smaller budget is not worth a plan
+LEAST_BUDGET = 1e8  # bytes; below it, a default budget is not halved any further
 # Bytes per parameter of the optimiser. Mixed precision keeps float32 weights and two float32 moments.
 OPTIMIZERS = {"none": 0, "sgd": 0, "adamw": 12, "adamw-bf16": 4, "adamw-8bit": 2}
 SHARDS = ("none", "fsdp")
-# Ratios of measured to predicted seconds of eager steps (benchmarks/GPU.md): least and most.
+# Smallest and largest ratio of measured to predicted seconds of eager steps (benchmarks/GPU.md).
 RIVALS = {"dense": (1.0, 1.8), "dense, checkpointed": (1.7, 3.7)}
 RIVALS |= dict.fromkeys(("packed tree", "packed tree, checkpointed"), (1.1, 1.7))
-# Temporary memory while each kind of graph runs, as a multiple of the outputs of one layer.
+# Temporary memory while each kind of graph runs, as a multiple of the bytes of one layer's outputs.
 WORKING = {"cache_only": 2.0, "forward_only": 2.0, "forward": 2.0, "backward": 4.0}
 CHECKPOINT = 1.0  # extra forwards of a dense step with checkpointing
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Predicted time and memory of one way to run a step.
+    """Predicted time and memory of a step, by a plan or by a baseline (dense training, a packed tree).
 
     Attributes:
         seconds: seconds of forward and backward.
         bytes: peak bytes on a rank, including the model, its gradients and the optimiser.
-        forwarded_twice: tokens that are forwarded again.
-        factors: range of the actual seconds, as a least and a greatest multiple of `seconds`.
-        sweep: sweep of a plan of ours; empty: another way to train, which has no budget.
-        budget: bytes that a plan of ours keeps for the backward; None: it keeps all.
-        chunk_size: most tokens of a chunk; 0: the way has no chunks.
+        forwarded_twice: tokens that are forwarded again for the backward.
+        factors: range of the actual seconds, as a smallest and a largest multiple of `seconds`.
+        sweep: sweep of the plan; empty for a baseline.
+        budget: bytes of activations that the plan may keep for the backward; None: it keeps all.
+        chunk_size: largest number of tokens in a chunk; 0 for a baseline.
     """
 
     name: str
@@ -104,17 +104,17 @@ class Ranks:
         return self.count if self.shard == "fsdp" else 1
 
     def held(self, shape: ModelShape) -> float:
-        """Return the bytes that a rank always holds: weights, gradients, optimiser states."""
+        """Return the bytes that a rank holds during the whole step: weights, gradients, optimiser states."""
         return shape.parameters * float(BYTES_16BIT + BYTES_16BIT + OPTIMIZERS[self.optimizer]) / self.holders
 
     def gathered(self, shape: ModelShape, sweep: str) -> float:
-        """Return the bytes of weights gathered at once: all, or by stages two layers, the embedding and the head."""
+        """Return the bytes of gathered weights: all, or by stages those of two layers, embedding and head."""
         if self.holders == 1:
             return 0.0
         return BYTES_16BIT * float(shape.parameters if sweep == "chunks" else shape.outside + 2 * shape.layer)
 
-    def summed(self, parameters: float) -> float:
-        """Return the bytes of a part's gradients until final: float32 sums and, if sharded, a reduction's input."""
+    def accumulator_bytes(self, parameters: float) -> float:
+        """Return the bytes that accumulate gradients: float32 sums and, if sharded, the input of their reduction."""
         return parameters * float(BYTES_FP32 + (BYTES_16BIT if self.holders > 1 else 0))
 
 
@@ -126,14 +126,14 @@ class Estimate:
         plan: the fastest plan that fits, or else the one that needs the least memory.
         head_rows: head rows of the micro-batch (distinct uses of the head).
         fixed_bytes: bytes of weights, gradients and the optimiser on a rank.
-        ours: predictions for plans of ours, by sweep and budget.
-        others: predictions for dense training and the packed tree.
-        source: origin of the times, in words.
-        uncertainty: factor by which times of ours may be off, either way.
+        ours: predictions of plans, by sweep and budget.
+        others: predictions of the baselines: dense training and the packed tree.
+        source: origin of the rates, in words.
+        uncertainty: factor by which a plan's actual seconds may be larger or smaller than predicted.
         best: the fastest of `ours` that fits; None: none fits.
         batches: number of micro-batches that each rank accumulates gradients over, so that a plan fits.
         usable: bytes of the device that plans may take.
-        ranks_needed: if no plan fits, number of ranks with "fsdp" that would do; None: not known.
+        ranks_needed: if no plan fits, number of ranks with "fsdp" on which one would; None: not known.
     """
 
     plan: Plan
@@ -151,7 +151,7 @@ class Estimate:
 
 
 def cost_of(shape: ModelShape, device: Device) -> CostModel:
-    """Return a roofline cost model: operations at a share of the peak, other passes at a share of the bandwidth.
+    """Return a roofline cost model: matrix products at a share of the peak, the rest at a share of the bandwidth.
 
     The launch cost per chunk is that of `CostModel.of_gpu`, scaled by the number of layers.
     """
@@ -176,18 +176,18 @@ def cost_of(shape: ModelShape, device: Device) -> CostModel:
 
 def footprint_of(shape: ModelShape) -> Footprint:
     """Return the footprint of chunks: outputs of matrix products are kept, others recomputed in the backward."""
-    working = {name: ((0.0, times * shape.layer_outputs * BYTES_16BIT, 0.0),) for name, times in WORKING.items()}
+    per_token = {graph: multiple * shape.layer_outputs * BYTES_16BIT for graph, multiple in WORKING.items()}
     return Footprint(
         graph_token=shape.outputs * BYTES_16BIT,
         kv_token=shape.kv_width * shape.attention_layers * BYTES_16BIT,
         result_token=shape.attention_width * shape.attention_layers * BYTES_16BIT,
-        working=working,
+        working={graph: ((0.0, size, 0.0),) for graph, size in per_token.items()},  # nothing fixed, or by head row
         kv_gradient=BYTES_FP32 / BYTES_16BIT,
     )
 
 
 def head_starts_of(tree: PrefixTree, sequences: Sequence[Recorded]) -> IntArray:
-    """Return `head_starts` `[R + 1]` (see `simulate`): a token has a head row per distinct next token trained on."""
+    """Return `head_starts` `[R + 1]` (see `simulate`): a token has a head row for each distinct label."""
     rows, labels = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     offset, of_token = 0, tree.token_rows()
     for sequence in sequences:
@@ -220,27 +220,27 @@ def estimate(
     step = _Step(shape, ranks, options, cost or cost_of(shape, device), (1 / factor, factor), device.memory)
     for batches in (*BATCHES, 1):  # back to one batch if nothing fits
         step.take(_largest(sequences, ranks.count * batches), batches)
-        least = {sweep: step.planned(sweep, "nothing kept", 0) for sweep in step.sweeps}
-        leanest, _ = min(least.values(), key=lambda way: way[0].bytes)
-        if leanest.bytes <= usable or ranks.held(shape) > usable:
+        recomputing = [step.planned(sweep, "nothing kept", 0) for sweep in step.sweeps]
+        smallest = min((prediction for prediction, _ in recomputing), key=lambda prediction: prediction.bytes)
+        if smallest.bytes <= usable or ranks.held(shape) > usable:
             break
-    ways = [way for sweep, nothing in least.items() for way in step.by_budget(sweep, nothing, device.memory, usable)]
-    fitting = [way for way in ways if way[0].bytes <= usable]
-    best = min(fitting, key=lambda way: (way[0].seconds, way[0].bytes)) if fitting else None
-    _, plan = best or min(ways, key=lambda way: way[0].bytes)
+    planned = [pair for without in recomputing for pair in step.by_budget(without, device.memory, usable)]
+    fitting = [pair for pair in planned if pair[0].bytes <= usable]
+    fastest = min(fitting, key=lambda pair: (pair[0].seconds, pair[0].bytes)) if fitting else None
+    _, plan = fastest or min(planned, key=lambda pair: pair[0].bytes)
     return Estimate(
         plan,
         int(step.heads[-1]),
         ranks.held(shape),
-        tuple(way for way, _ in ways),
+        tuple(prediction for prediction, _ in planned),
         tuple(step.others()),
         step.cost.source,
         factor,
-        best[0] if best else None,
+        fastest[0] if fastest else None,
         batches,
         usable,
         ranks,
-        None if best else _ranks_needed(shape, ranks, leanest, leanest.bytes - step.held(leanest.sweep), usable),
+        None if fastest else _ranks_needed(step, smallest, usable),
     )
 
 
@@ -250,8 +250,8 @@ def plan_on(
     """Plan a sweep of chunks over all sequences at once; return the plan, and its predicted peak bytes."""
     step = _Step(shape, ranks, options, cost_of(shape, device), (1.0, 1.0), device.memory)
     step.take(sequences, 1)
-    nothing = step.planned("chunks", "nothing kept", 0)
-    prediction, plan = step.by_budget("chunks", nothing, device.memory, USABLE * device.memory)[0]
+    recomputing = step.planned("chunks", "nothing kept", 0)
+    prediction, plan = step.by_budget(recomputing, device.memory, USABLE * device.memory)[0]
     return plan, prediction.bytes
 
 
@@ -288,23 +288,27 @@ def keys_of(sequences: Sequence[Recorded]) -> dict[str, list[Any]]:
     return keys
 
 
-def _ranks_needed(shape: ModelShape, ranks: Ranks, leanest: Prediction, running: float, usable: float) -> int | None:
-    """Return how many ranks have to shard the model for a step to fit with trees as large, doubling the number."""
-    count = max(ranks.count, 2)
+def _ranks_needed(step: _Step, smallest: Prediction, usable: float) -> int | None:
+    """Double the ranks that shard the model until the smallest plan fits beside a rank's share; return their number.
+
+    Trees stay as large: more ranks do not divide the sequences further.
+    """
+    of_plan, count = smallest.bytes - step.held(smallest.sweep), max(step.ranks.count, 2)
     while count <= MOST_RANKS:
-        more = dataclasses.replace(ranks, count=count, shard="fsdp")
-        if running + more.held(shape) + more.gathered(shape, leanest.sweep) <= usable:
+        ranks = dataclasses.replace(step.ranks, count=count, shard="fsdp")
+        if of_plan + ranks.held(step.shape) + ranks.gathered(step.shape, smallest.sweep) <= usable:
             return count
         count *= 2
     return None
 
 
 class _Step:
-    """Step of one rank, and the ways to run it.
+    """Step of one rank, to be planned by each sweep with several budgets.
 
     Attributes:
         sweeps: sweeps to choose from.
-        room: bytes that hidden states between layers may take before a tree is swept in groups of subtrees.
+        sums: bytes that accumulate gradients of all parameters, for a sweep of chunks.
+        boundary_budget: bytes that hidden states between layers may take; a larger tree is swept in groups of subtrees.
         tree, heads: prefix tree and `head_starts` of one micro-batch (see `take`).
     """
 
@@ -321,9 +325,9 @@ class _Step:
         self.sweeps = SWEEPS if options.sweep == "auto" else (options.sweep,)
         self.footprint = footprint_of(shape)
         self.parts = parts_of(shape, ranks)
-        self.sums = shape.parameters * float(BYTES_FP32)  # of a sweep of chunks: they are cast to gradients one by one
+        self.sums = shape.parameters * float(BYTES_FP32)  # they are cast to gradients one by one
         free = memory - self.held("stages") - max(part.sums for part in self.parts)
-        self.room = max(free, 0.0) * BUDGET_SHARE
+        self.boundary_budget = max(free, 0.0) * BUDGET_SHARE
 
     def take(self, sequences: Sequence[Recorded], batches: int) -> None:
         """Set the micro-batch: predictions are for the tree of `sequences`, run `batches` times."""
@@ -333,23 +337,27 @@ class _Step:
     def held(self, sweep: str) -> float:
         """Return the bytes that a rank holds while a sweep runs, with weights gathered for it."""
         held = self.ranks.held(self.shape) + self.ranks.gathered(self.shape, sweep)
-        # The first batch has no gradients before its sums are complete. Shards are counted whole, as they are small.
-        is_without = sweep == "chunks" and self.batches == 1 == self.ranks.holders
-        return held - BYTES_16BIT * self.shape.parameters if is_without else held
+        # A single micro-batch has no gradients beside their sums. Of shards, both are counted, as they are small.
+        has_sums_alone = sweep == "chunks" and self.batches == 1 == self.ranks.holders
+        return held - BYTES_16BIT * self.shape.parameters if has_sums_alone else held
 
     def planned(self, sweep: str, name: str, budget: int | None) -> tuple[Prediction, Plan]:
-        """Plan a sweep with a budget, and return its prediction and the plan."""
+        """Plan a sweep with a budget of activations, and return its prediction and the plan.
+
+        Args:
+            name: describes the budget in the prediction's name.
+        """
         options = dataclasses.replace(self.options, sweep=sweep)
-        room = math.inf if budget is None else budget
+        most = math.inf if budget is None else budget
         if sweep == "chunks":
-            sizes = chunk_sizes(room, self.footprint.graph_token)
+            sizes = chunk_sizes(most, self.footprint.graph_token)
         else:
             tokens = self.tree.num_rows
             boundaries = tokens * sum(part.sent for part in self.parts)
-            sizes = chunk_sizes(room, self.parts[0].footprint.graph_token, BY_STAGES, boundaries, tokens)
+            sizes = chunk_sizes(most, self.parts[0].footprint.graph_token, BY_STAGES, boundaries, tokens)
         limits = Limits(budget, self.footprint, self.cost, self.heads, sizes, self.sums, self.parts)
         if sweep == "stages" and budget is not None:
-            limits = dataclasses.replace(limits, room=self.room)
+            limits = dataclasses.replace(limits, room=self.boundary_budget)
         plan = make_plan(self.tree, options, limits=limits)
         parts, stack = limits.parts_of(sweep), plan.simulation.peak_stack_tokens
         halves = bytes_of_halves(plan.prefix_tree, plan.schedule, parts, stack, plan.limits.head_starts)
@@ -369,78 +377,92 @@ class _Step:
         return prediction, plan
 
     def by_budget(
-        self, sweep: str, nothing: tuple[Prediction, Plan], memory: float, usable: float
+        self, recomputing: tuple[Prediction, Plan], memory: float, usable: float
     ) -> list[tuple[Prediction, Plan]]:
-        """Plan a sweep with its budget (the default one is halved until it fits), with nothing kept, and with all."""
-        budget = self.options.memory_budget
+        """Plan a sweep with the budget of the options or a default one, and with one for all activations.
+
+        A default budget is halved until the plan fits; if it becomes too small, the plan with it is left out.
+
+        Args:
+            recomputing: prediction and plan of the sweep with a budget of 0, which the result includes.
+            memory: bytes of the device; plans may take `usable` of them.
+        """
+        sweep, budget = recomputing[0].sweep, self.options.memory_budget
         if is_default := budget is None:
             sums = self.sums if sweep == "chunks" else max(part.sums for part in self.parts)
             budget = int(max(memory - self.held(sweep) - sums, 0) * BUDGET_SHARE)
         planned = self.planned(sweep, f"{budget / 1e9:.1f} GB kept", budget)
-        while is_default and planned[0].bytes > usable >= nothing[0].bytes and budget > LEAST_BUDGET:
+        while is_default and planned[0].bytes > usable >= recomputing[0].bytes and budget > LEAST_BUDGET:
             budget //= 2
             planned = self.planned(sweep, f"{budget / 1e9:.1f} GB kept", budget)
-        everything = self.planned(sweep, "all kept", None)
-        return [nothing, everything] if is_default and budget <= LEAST_BUDGET else [planned, nothing, everything]
+        without, keeping_all = recomputing, self.planned(sweep, "all kept", None)
+        return [without, keeping_all] if is_default and budget <= LEAST_BUDGET else [planned, without, keeping_all]
 
     def others(self) -> list[Prediction]:
         """Predict dense steps (a sequence at a time) and packed trees (one row with a mask), scaled by `RIVALS`."""
-        tree, heads, footprint, cost = self.tree, self.heads, self.footprint, self.cost
-        lengths = tree.lengths
-        per_token = float(heads[-1]) / max(tree.num_rows, 1)
-        pairs, tree_pairs = causal_pairs(lengths), causal_pairs(tree.stop) - causal_pairs(tree.start)
-        dense = Work(len(lengths), len(lengths), int(lengths.sum()), pairs, int(lengths.sum() * per_token))
-        packed = Work(1, 1, tree.num_rows, tree_pairs, int(heads[-1]))
-        fixed = self.held("stages")
-        longest, predictions = int(lengths.max(initial=0)), []
-        for name, work, size in (("dense", dense, longest), ("packed tree", packed, tree.num_rows)):
-            kept = fixed + footprint.graph_token * size
-            layer = fixed + self.shape.hidden * BYTES_16BIT * self.shape.layers * size
-            layer += self.parts[0].footprint.while_running("backward", Work(tokens=size))
-            once = cost.forward.seconds(work) + cost.backward.seconds(work)
-            again = once + CHECKPOINT * cost.forward.seconds(work._replace(heads=0))
-            for way, seconds, size_in_bytes, twice in (
-                (name, once, kept, 0),
-                (f"{name}, checkpointed", again, layer, work.tokens),
-            ):
-                least, most = RIVALS[way]
-                middle = math.sqrt(least * most)
-                factors = least / middle * self.factors[0], most / middle * self.factors[1]
-                scaled = self.batches * middle * seconds
-                predictions.append(Prediction(way, scaled, size_in_bytes, self.batches * twice, factors))
+        tree, head_rows, lengths = self.tree, int(self.heads[-1]), self.tree.lengths
+        tokens, longest = int(lengths.sum()), int(lengths.max(initial=0))
+        dense = Work(
+            launches=len(lengths),
+            slices=len(lengths),
+            tokens=tokens,
+            pairs=causal_pairs(lengths),
+            heads=int(tokens * (head_rows / max(tree.num_rows, 1))),
+        )
+        tree_pairs = causal_pairs(tree.stop) - causal_pairs(tree.start)
+        packed = Work(launches=1, slices=1, tokens=tree.num_rows, pairs=tree_pairs, heads=head_rows)
+        fixed, checkpoint_token = self.held("stages"), self.shape.hidden * BYTES_16BIT * self.shape.layers
+        predictions = []
+        for name, work, row in (("dense", dense, longest), ("packed tree", packed, tree.num_rows)):
+            activations = self.footprint.graph_token * row
+            one_layer = self.parts[0].footprint.while_running("backward", Work(tokens=row))
+            seconds = self.cost.forward.seconds(work) + self.cost.backward.seconds(work)
+            again = CHECKPOINT * self.cost.forward.seconds(work._replace(heads=0))
+            predictions += [
+                self._rival(name, seconds, fixed + activations, 0),
+                self._rival(
+                    f"{name}, checkpointed", seconds + again, fixed + checkpoint_token * row + one_layer, work.tokens
+                ),
+            ]
         return predictions
+
+    def _rival(self, name: str, seconds: float, peak: float, forwarded_twice: int) -> Prediction:
+        """Scale the seconds of a baseline's micro-batch by the ratios of `RIVALS`, for all micro-batches."""
+        low, high = RIVALS[name]
+        middle = math.sqrt(low * high)
+        factors = low / middle * self.factors[0], high / middle * self.factors[1]
+        return Prediction(name, self.batches * middle * seconds, peak, self.batches * forwarded_twice, factors)
 
 
 def parts_of(shape: ModelShape, ranks: Ranks) -> tuple[PartBytes, ...]:
-    """Return the bytes of the parts of a sweep of stages, a part a layer.
+    """Return the bytes of the parts of a sweep of stages: each is a layer, which sends hidden states to the next one.
 
-    The first part includes the embedding, and the last one the head. Parts pass hidden states on.
+    The first part includes the embedding, and the last one the head.
     """
-    graph, kv, results = (
-        shape.outputs / shape.layers * BYTES_16BIT,
-        shape.kv_width * BYTES_16BIT,
-        shape.attention_width * BYTES_16BIT,
+    footprint = dataclasses.replace(
+        footprint_of(shape),
+        graph_token=shape.outputs / shape.layers * BYTES_16BIT,
+        kv_token=shape.kv_width * BYTES_16BIT,
+        result_token=shape.attention_width * BYTES_16BIT,
     )
-    footprint = dataclasses.replace(footprint_of(shape), graph_token=graph, kv_token=kv, result_token=results)
     last = shape.layers - 1
-    first_also, last_also = max(shape.outside - shape.head, 0), min(shape.head, shape.outside)
+    embedding, head = max(shape.outside - shape.head, 0), min(shape.head, shape.outside)  # tied: all of it is the head
     return tuple(
         PartBytes(
             footprint,
-            ranks.summed(shape.layer + first_also * (number == 0) + last_also * (number == last)),
+            ranks.accumulator_bytes(shape.layer + embedding * (number == 0) + head * (number == last)),
             shape.hidden * float(BYTES_16BIT) if number < last else 0.0,
-            reduced=ranks.summed(shape.layer) if ranks.holders > 1 else 0.0,
+            reduced=ranks.accumulator_bytes(shape.layer) if ranks.holders > 1 else 0.0,
         )
         for number in range(shape.layers)
     )
 
 
-# Keys of configurations for the number of experts, and the number of experts per token.
+# Keys of configurations: number of experts, and number of experts of a token.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_top_k", "top_k_experts")
 
-
-# Accepted range of the sizes in a configuration; the upper ends are several times those of any model.
+# Accepted range of each size in a configuration; no model comes near the upper bounds.
 SIZES = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), (1, 512)),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), (1, 2**14)),
@@ -458,7 +480,7 @@ class ModelShape:
         name: architecture and source of the configuration.
         active: parameters of the matrix products that one token runs, without the head.
         outputs: outputs of the matrix products and attention for one token, without the head.
-        layer_outputs: outputs of one layer, on average.
+        layer_outputs: outputs of the average layer.
         head: parameters of the head.
         layers, attention_layers: number of decoder layers, and of those with attention.
         attention_width: heads times head dimension of the queries of a token in a layer.
@@ -515,18 +537,20 @@ def model_shape(config: str) -> ModelShape:
         ) from error
 
 
-def _check(config: Any) -> None:
-    """Raise ValueError unless all sizes are in range; otherwise building the model or its config may take hours."""
-    for key, value in config.items() if isinstance(config, dict) else ():
-        least, most = SIZES.get(key, (0, 0))
-        sizes = value if isinstance(value, list) else [value]  # a list has a size per layer
-        if value is None or not most:
+def _check(config: dict[str, Any]) -> None:
+    """Raise ValueError for a size out of range, also in nested configurations: building such a model may take hours."""
+    for key, value in config.items():
+        if key in SIZES and value is not None:
+            low, high = SIZES[key]
+            sizes = value if isinstance(value, list) else [value]  # a list has a size per layer
+            if not all(type(size) is int and low <= size <= high for size in sizes):
+                raise ValueError(f"{key} must be an integer from {low} to {high} (or one per layer), not {value!r}")
+        elif isinstance(value, dict):
             _check(value)
-        elif not all(type(size) is int and least <= size <= most for size in sizes):
-            raise ValueError(f"{key} must be an integer from {least} to {most} (or one per layer), not {value!r}")
 
 
 def _shape(model: Any, config: Any, source: str) -> ModelShape:
+    """Count parameters and outputs of a model on the meta device; `source` is where its configuration is from."""
     share = _share_of_experts(config)
     embeddings = (module for module in model.modules() if type(module).__name__.endswith("Embedding"))
     tables = {id(module.weight) for module in embeddings if hasattr(module, "weight")}

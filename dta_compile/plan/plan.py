@@ -44,14 +44,14 @@ class Plan:
         schedule: the ops, verified against the tree.
         simulation: counts of the schedule.
         options: the options as given; the strategy that "auto" chose is `schedule.strategy`.
-        explain: says why this strategy was chosen (see `reason`).
+        explain: returns why this strategy was chosen, in words (see `reason`).
         estimates: predicted and measured time and memory.
         segments: `(row, segment)` of every sequence if rows of the batch are packed; None: sequence i is row i.
         split: keys that split prefixes of equal tokens; None: there are none.
-        limits: properties of the model and the machine that the planner used.
+        limits: what the planner knew of the model and the machine: memory, rates, bytes of a token.
         sequences: token ids of every sequence, if known (a compiled call does not keep them).
         images: images of every sequence, if known (a compiled call only counts them, in `estimates.notes`).
-        dealing: pieces of the tree over ranks, of which the schedule runs those of `rank`; None: it runs all.
+        dealing: pieces of the tree by rank; the schedule runs those of `rank`. None: it runs the whole tree.
     """
 
     prefix_tree: PrefixTree
@@ -253,7 +253,7 @@ def plan_one_tree(
     link: float = math.inf,
     latency: float = LATENCY,
 ) -> Plan:
-    """Plan one tree over ranks: the pieces of each, and the verified schedule of one of them.
+    """Plan one tree over ranks: deal its pieces out, and verify the schedule of one rank.
 
     Args:
         tree: tree of the sequences of all ranks.
@@ -265,9 +265,10 @@ def plan_one_tree(
     def of_rank(number: int) -> tuple[Schedule, Simulation]:
         schedule = schedule_of(dealing, number, options, mode, len(limits.parts), kept)
         counts = simulate(tree, schedule, limits.head_starts)
-        again = counts.forward.tokens - dealing.tokens[number]
-        held = dealing.held[number]
-        return schedule, dataclasses.replace(counts, recomputed_tokens=again, peak_stack_tokens=held)
+        recomputed = counts.forward.tokens - dealing.tokens[number]
+        return schedule, dataclasses.replace(
+            counts, recomputed_tokens=recomputed, peak_stack_tokens=dealing.held[number]
+        )
 
     schedule, simulation = of_rank(rank)
     check(tree, schedule, limits.footprint.has_states, dealing, rank)

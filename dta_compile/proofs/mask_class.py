@@ -13,14 +13,14 @@ BOUND = 2**31  # bound on the absolute value of input integers in arithmetic
 # Entries of additive masks of at most this hide a key. That holds in floating point if the scores of a query differ by
 # less than about 9,900, which `runtime.attention.fillers` checks in every call for the mask's own numbers.
 FORBIDDEN = -9984.0  # -1e4, as bfloat16 rounds it
-CERTAIN = -1e30  # entries of at most this hide a key whatever the scores, which are no such numbers
+CERTAIN = -1e30  # entries of at most this hide a key whatever the scores, which are never as large
 
 
 class Bound(NamedTuple):
-    """A value of each token that bounds its sequence: the last column of it (`is_last`), or the first one.
+    """Value of each token that bounds its sequence: the last column of the sequence (`is_last`), or its first one.
 
-    The bound is `term - offset`; for the last (first) sequence of a row it may lie behind (before) it. No token is
-    before the first column of its own, also no padding.
+    The bound is `term - offset`; for the last (first) sequence of a row it may lie behind (before) the sequence. No
+    token, padding included, lies before a bound that is its first column.
     """
 
     term: Term
@@ -30,10 +30,10 @@ class Bound(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MaskClass:
-    """Proven class of an attention mask: causal, limited to `window` tokens or to chunks if one is not None; but tokens
-    of a block read each other both ways.
+    """Proven class of an attention mask: causal, within `window` tokens or chunks of `chunk` tokens if one is given.
 
-    The terms are over "row" and "key". Their properties below are assumptions of the proof, which every call checks.
+    Tokens of a block read each other both ways. The terms are over "row" and "key"; what is said of them below are
+    assumptions of the proof, which every call checks.
 
     Attributes:
         window: number of tokens attended to, including the token itself.
@@ -46,7 +46,7 @@ class MaskClass:
         segments: two tokens of a row are in the same sequence if all of these are equal; sequences are contiguous.
         block: two tokens of a sequence are in the same block if these are equal; blocks are contiguous.
         in_block: with `block`: whether a token is in a block (None: all are).
-        fits_window: blocks are no longer than the window.
+        fits_window: whether blocks must be no longer than the window.
         bounds: values among `segments` that are the last, or the first, column of the sequence.
         positions: values that grow by one from each real token of a sequence to the next.
         binary: values that are zero or one.

@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dta_compile.capture import dynamo
 from dta_compile.capture.graph_breaks import hit_loops, selected_branches
+from dta_compile.passes.tracing import attribute_set
 from dta_compile.torch_compat import frames, wrap_once
 from dta_compile.torch_compat.autograd import get_inplace_requires_grad_allowed, set_inplace_requires_grad_allowed
 from dta_compile.torch_compat.dynamo import (
@@ -125,14 +126,9 @@ def _tracing_sizes(call: Callable[..., Any]) -> Callable[..., Any]:
     return call_method
 
 
-@contextlib.contextmanager
-def _sizes_of_data(output_graph: Any) -> Iterator[None]:
-    mode = output_graph.fake_mode
-    before, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
-    try:
-        yield
-    finally:
-        mode.allow_scalar_outputs = before
+def _sizes_of_data(output_graph: Any) -> contextlib.AbstractContextManager[None]:
+    """Let torch trace numbers of a tensor as unbacked symbols for the length of a block."""
+    return attribute_set(output_graph.fake_mode, "allow_scalar_outputs", True)
 
 
 def _tracing_item(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,8 +8,8 @@ the row's length. The same numbers, computed at every token for the window that 
   are first merged into one, whose score is the log-sum-exp of both.
 - Attention reads only the compressed keys at the ends of whole windows (`ops.attention`).
 
-Importing this module replaces the layers' `forward` there if its source is the one that was read for this;
-`registration` imports it with the model.
+Importing this module replaces the layers' `forward` in transformers if its source has the hash `KNOWN`; `registration`
+imports it with the model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__: list[str] = []
 FUNCTION = "DeepSeek-V4's attention with compressed keys"
 MODULE = sys.modules["transformers.models.deepseek_v4.modeling_deepseek_v4"]
 HINT = 'call the model with use_cache=False; to generate, load it with attn_implementation="eager"'
-# What is replaced, and the hash of its source without comments; other versions of transformers are not touched.
+# Functions that `attention_forward` replaces, and the hash of their source without comments; others stay in use.
 REPLACED = (
     "DeepseekV4Attention.forward",
     "DeepseekV4HCACompressor.forward",
@@ -124,14 +124,14 @@ def _compressed(compressor: Any, hidden_states: torch.Tensor, real: torch.Tensor
     wide = torch.promote_types(gate.dtype, statistics_dtype(key.dtype))
     pooled, gate = key.to(wide), gate.to(wide)
     if pooled.shape[-1] == 2 * width:
-        both = torch.cat([pooled[..., :width], gate[..., :width]], -1)
-        earlier, earlier_gate = F.pad(both, (0, 0, stride, 0))[:, :tokens].chunk(2, -1)
+        overlapping = torch.cat([pooled[..., :width], gate[..., :width]], -1)
+        earlier, earlier_gate = F.pad(overlapping, (0, 0, stride, 0))[:, :tokens].chunk(2, -1)
         pooled, gate = pooled[..., width:], gate[..., width:]
         is_first = (columns < stride)[:, None]
         share = torch.where(is_first, 0.0, torch.sigmoid(earlier_gate - gate))
         pooled = pooled + share * (earlier - pooled)
         gate = torch.where(is_first, gate, torch.logaddexp(earlier_gate, gate))
-    scores, values = (one.transpose(1, 2)[..., None] for one in (gate, pooled))  # [B, D, S, 1]
+    scores, values = (tensor.transpose(1, 2)[..., None] for tensor in (gate, pooled))  # [B, D, S, 1]
     masking = Masking(None, True, real, stride, UNSCALED)
     pooled = ATTENTION_CALL(torch.ones_like(scores), scores, values, *masking.arguments)[..., 0].transpose(1, 2)
     pooled = compressor.kv_norm(pooled.to(key.dtype))
@@ -155,7 +155,7 @@ def _chosen(
     query = indexer.q_b_proj(residual).view(batch, tokens, -1, indexer.head_dim).transpose(1, 2)
     query = MODULE.apply_rotary_pos_emb(query, cos, sin)
     weights = scorer.weights_proj(hidden_states).float() * scorer.weights_scaling
-    operands = (one.detach() for one in (query.float(), weights.transpose(1, 2)[..., None], key.float()))
+    operands = (tensor.detach() for tensor in (query.float(), weights.transpose(1, 2)[..., None], key.float()))
     masking = Masking(None, True, real, 0, Scoring(scorer.softmax_scale))
     how = Choosing(indexer.index_topk, 1, True, False, False, indexer.compress_rate)
     choice: torch.Tensor = CHOOSE_KEYS_CALL(*operands, *masking.arguments, *how, None)

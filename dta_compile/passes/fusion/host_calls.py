@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from dta_compile.passes.contracts import contract
+from dta_compile.passes.graphs.nodes import behind
 from dta_compile.passes.graphs.operators import KEEP_ORDER_IN_PLACE, VIEWS_OF_ORDER, aten
 from dta_compile.passes.graphs.storage import storages, view_source
 from dta_compile.passes.program import Program, output_node, writes_in_place
@@ -75,7 +76,7 @@ def _merge_views(graph: fx.Graph) -> None:
     views = list(filter(_is_view, graph.nodes))
     for node in views:
         if node.target in VIEWS_OF_ORDER:
-            node.target, node.args = aten.view.default, (_origin(node), *node.args[1:])
+            node.target, node.args = aten.view.default, (behind(node.args[0], KEEP_ORDER_IN_PLACE), *node.args[1:])
             if node not in returned and sizes(node) == sizes(node.args[0]):
                 node.replace_all_uses_with(node.args[0])
                 continue
@@ -90,14 +91,6 @@ def _merge_views(graph: fx.Graph) -> None:
 def _is_view(node: fx.Node) -> bool:
     is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
     return is_tensor and node.op == "call_function" and view_source(node) is not None and not writes_in_place(node)
-
-
-def _origin(node: fx.Node) -> fx.Node:
-    """Return the first value in a chain of views that keep the order of entries."""
-    source: fx.Node = node.args[0]
-    while source.target in KEEP_ORDER_IN_PLACE:
-        source = source.args[0]
-    return source
 
 
 def _group_additions(graph: fx.Graph) -> None:

@@ -170,11 +170,6 @@ class PlannedCall(Call):
         return self.plan.simulation.peak_stack_tokens
 
     @property
-    def computed_rows(self) -> int:
-        """Number of rows of the tree that this process computes."""
-        return self.rows.tree.num_rows
-
-    @property
     def computed_heads(self) -> int:
         """Number of head rows that this process computes."""
         return len(self.rows.head_positions)

@@ -1,4 +1,4 @@
-"""The images (tiles, videos, clips) of a batch among the tensor arguments of a method that encodes them."""
+"""Divide the tensor arguments of an encoder's method into units: images, tiles, videos or clips."""
 
 from __future__ import annotations
 
@@ -62,20 +62,20 @@ class Batch:
             first, kinds = distinct(values)
             for index, kind in zip(units, kinds, strict=True):
                 leaders[index] = units[first[kind]]
-        found = list(dict.fromkeys(leaders))
-        return found, [found.index(leader) for leader in leaders]
+        firsts = list(dict.fromkeys(leaders))
+        return firsts, [firsts.index(leader) for leader in leaders]
 
 
 def batch_of(names: Sequence[str], tensors: Tensors, shared: Sequence[str], is_padded: bool) -> Batch | None:
     """Return the arguments of a method as a batch of units; None if units cannot be told apart.
 
     Args:
-        names: of the method's parameters by tensor; empty for what it only passes on.
+        names: name of the method's parameter for each tensor; empty for a tensor that it only passes on.
         shared: names of arguments that belong to all units.
-        is_padded: images are given by row of the batch, and rows with fewer filled up with zeros, which are skipped.
+        is_padded: images are `[rows, images, ...]`, where rows with fewer images have zeros, which are left out.
     """
     own = {name: tensor for name, tensor in zip(names, tensors, strict=True) if name not in ("", *shared)}
-    # A list of tensors has no common dimension of units, and what a method only passes on may be of anything.
+    # A list of tensors has no common dimension of units, and a tensor that is only passed on may have any.
     is_list = len(own) != sum(name not in ("", *shared) for name in names)
     is_passed_on = any(tensor.dim() for name, tensor in zip(names, tensors, strict=True) if not name)
     # Equal tensors that require gradients have gradients of their own.

@@ -75,11 +75,6 @@ class PieceCall(PlannedCall):
         return self.executable.parts
 
     @property
-    def computed_rows(self) -> int:
-        """See `PlannedCall.computed_rows`."""
-        return self.routes.dealing.tokens[self.group.rank]
-
-    @property
     def computed_heads(self) -> int:
         """See `PlannedCall.computed_heads`."""
         return len(self.heads.computed)

@@ -35,7 +35,7 @@ class BatchLayout:
         used: `[B, S]` tokens at which each frontier value is used; None: it is not computed.
         windows: `(start, length)` of the frame of each frontier value.
         device: device of the dense values.
-        by_sequence: dense values are expanded row by row (streaming), with maps on the host.
+        by_sequence: whether dense values are expanded row by row (streaming), with maps on the host.
     """
 
     frontier: Sequence[FrontierValue]
@@ -53,7 +53,7 @@ class BatchLayout:
 
     @functools.cached_property
     def maps(self) -> Sequence[torch.Tensor | None]:
-        """Per frontier value `[entries]`, the head row of every dense entry; made when chunks run already."""
+        """Per frontier value `[entries]`, the head row of every dense entry; made while the device runs chunks."""
         device = torch.device("cpu") if self.by_sequence else self.device
         return [
             None if mask is None else upload(_entries(self.rows.head_rows, window), device)
@@ -94,7 +94,7 @@ class BatchLayout:
         value, uncovered = self.frontier[index], self.uncovered[index]
         entries = _to_entries(value, grad, batch=1)
         buffer.add(self._row_of(self._map(index), row), entries)
-        return None if uncovered is None else _which_are_used(entries, self._row_of(uncovered, row))
+        return None if uncovered is None else _have_gradients(entries, self._row_of(uncovered, row))
 
     def _map(self, index: int) -> torch.Tensor:
         head_rows = self.maps[index]
@@ -123,18 +123,18 @@ class BatchLayout:
         """Add the gradient of `expand` to its head rows; raise RuntimeContractError if it is nonzero at padding."""
         value, uncovered = self.frontier[index], self.uncovered[index]
         entries = _to_entries(value, grad, self.batch)
-        if uncovered is not None and (used := _which_are_used(entries, uncovered)) is not None:
-            self.refuse_padding(index, used)
+        if uncovered is not None and (wrong := _have_gradients(entries, uncovered)) is not None:
+            self.refuse_padding(index, wrong)
         buffer.add(self._map(index), entries)
 
-    def refuse_padding(self, index: int, used: torch.Tensor) -> None:
-        """Raise RuntimeContractError if any of `used`, bool `[n]`: entries at padding with a gradient. Synchronises."""
-        if bool(used.any()):
+    def refuse_padding(self, index: int, wrong: torch.Tensor) -> None:
+        """Raise RuntimeContractError if an entry at padding has a gradient, by bool `[n]`; synchronises the device."""
+        if bool(wrong.any()):
             raise RuntimeContractError(
                 "the loss uses outputs at padding positions, which the prefix tree does not compute",
                 where=f"frontier value {self.frontier[index].name}",
                 expected="zero gradients wherever the attention mask is 0",
-                got=f"{int(used.sum())} of {len(used)} padding positions with a gradient",
+                got=f"{int(wrong.sum())} of {len(wrong)} padding positions with a gradient",
                 hint="mask the loss there (labels: -100), or let the attention mask cover these positions",
             )
 
@@ -145,8 +145,8 @@ def _entries(values: np.ndarray[Any, Any], window: tuple[int, int]) -> np.ndarra
     return np.ascontiguousarray(values[:, start : start + length]).reshape(-1)
 
 
-def _which_are_used(gradients: torch.Tensor, entries: Booleans) -> torch.Tensor | None:
-    """Return bool `[n]`, which of the marked entries have a gradient, on the device; None if no entry is marked."""
+def _have_gradients(gradients: torch.Tensor, entries: Booleans) -> torch.Tensor | None:
+    """Return bool `[n]` on the device, whether each marked entry has a gradient; None if no entry is marked."""
     positions = upload(np.flatnonzero(entries), gradients.device)
     if not len(positions):
         return None
@@ -164,5 +164,4 @@ def _to_entries(value: FrontierValue, dense: torch.Tensor, batch: int) -> torch.
 def _entry_order(value: FrontierValue) -> list[int]:
     """Return the dimensions of a frontier value in the order batch, tokens, features."""
     dims = value.layout.dims
-    order = sorted(range(len(dims)), key=lambda i: (dims[i] is None, dims[i] is not Axis.BATCH, i))
-    return order
+    return sorted(range(len(dims)), key=lambda i: (dims[i] is None, dims[i] is not Axis.BATCH, i))

@@ -126,7 +126,8 @@ def _choose_within_budget(
     cheapest, reason = _of_strategy(tree, usual, mode, dataclasses.replace(limits, budget=None))
     for strategy, sweep in product({cheapest.schedule.strategy: 0, before: 0}, sweeps):
         size, largest = smallest, min(tree.num_rows, BY_STAGES if sweep == "stages" else BY_CHUNKS)
-        while size == smallest or (size < 2 * largest and options.chunk_size is None and best.tree is tree):
+        has_sizes = options.chunk_size is None and (strategy != "dense" or not tree.shared)
+        while size == smallest or (has_sizes and size < 2 * largest):
             asked = dataclasses.replace(options, strategy=strategy, sweep=sweep, chunk_size=size)
             choice = Choice.within(tree, asked, mode, limits.of_sweep(sweep), most)
             best = choice if choice is not None and choice.seconds < best.seconds else best

@@ -47,9 +47,10 @@ class Options:
     Attributes:
         chunk_size: maximum number of tokens of one chunk op; None: 2048 as in the paper (section 3.2), or 4096,
             8192 or 16384 if the cost model says that the step gets 3% faster (a GPU waits less for its host) and the
-            activations of such a chunk are at most 0.4 of `memory_budget`; up to 65,536 in a sweep of stages, where
+            activations of such a chunk are at most 0.4 of the default budget; up to 65,536 in a sweep of stages, where
             these are the activations of one layer. They may also be a quarter of the hidden states between layers, and
-            where those of 2048 tokens are more, chunks of a small tree have down to 256, a quarter of it at least.
+            where those of 2048 tokens are more, chunks of a small tree have down to 256, a quarter of it at least. A
+            `memory_budget` above 0 allows all that fit into its peak.
         strategy: "packed" (chunks filled with whole subtrees and siblings), "dfs" (Algorithms 1 and 3), "vanilla"
             (Algorithm 2), "dense" (no sharing, same runtime), "one_tree" (one tree over the ranks of `mesh`, by
             default all, each of which computes an equal share of its tokens), or "auto": the cheapest of them by the

@@ -142,9 +142,12 @@ class OverRanks:
         boundaries = tree.num_rows * sum(part.sent for part in parts)
         sizes = chunk_sizes(budget, footprint.graph_token)
         widest = parts[0].footprint.graph_token
-        by_stages = of_layers, chunk_sizes(of_layers, widest, BY_STAGES, boundaries, tree.num_rows)
+        of_stages, at_zero = (
+            chunk_sizes(size, widest, BY_STAGES, boundaries, tree.num_rows) for size in (of_layers, 0)
+        )
         cost, heads = cost_of(self.shape, self.device), head_starts_of(tree, sequences)
-        return Limits(budget, footprint, cost, heads, sizes, sums, parts, asked is not None, by_stages)
+        by_stages, is_asked_for = (of_layers, of_stages), asked is not None
+        return Limits(budget, footprint, cost, heads, sizes, sums, parts, is_asked_for, by_stages, at_zero=at_zero)
 
 
 def bytes_of_rank(dealing: Dealing, rank: int, schedule: Schedule, limits: Limits) -> float:

@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
 from dta_compile.options import Options
-from dta_compile.plan.cost import Limits
+from dta_compile.plan.cost import BY_CHUNKS, BY_STAGES, Limits
 from dta_compile.plan.division.balance import balance
 from dta_compile.plan.interpret import Work
 from dta_compile.plan.keep import choose_keep, spend_rest
@@ -39,22 +40,30 @@ class Choice:
     simulation: Simulation
 
     @classmethod
-    def of(cls, tree: PrefixTree, options: Options, mode: str, limits: Limits, most: float = math.inf) -> Choice:
-        """Return the schedule of a strategy over a shared tree, or over the unshared one if it is dense.
-
-        Where its peak exceeds `most` bytes, it keeps less.
-        """
+    def of(cls, tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Choice:
+        """Return the schedule of a strategy over a shared tree, or over the unshared one if it is dense."""
         if options.strategy == "dense" and tree.shared:
             unshared = tree.unshared()
             tree, limits = unshared, limits.unshared(tree, unshared)
-        step = 1
-        while True:
-            schedule = _build(tree, options, mode, limits)
-            choice = cls(tree, limits, schedule, simulate(tree, schedule, limits.head_starts))
-            if most == math.inf or not limits.budget or (over := choice.peak - most) <= 0:
+        schedule = _build(tree, options, mode, limits)
+        return cls(tree, limits, schedule, simulate(tree, schedule, limits.head_starts))
+
+    @classmethod
+    def within(cls, tree: PrefixTree, options: Options, mode: str, limits: Limits, most: float) -> Choice | None:
+        """Return the schedule that keeps as much as fits into a peak of `most` bytes; None: with nothing it is more."""
+
+        def keeping(budget: float) -> Choice:
+            return cls.of(tree, options, mode, dataclasses.replace(limits, budget=int(budget)))
+
+        best = keeping(0)
+        budget, step = most - best.peak, 1
+        while budget > 0:
+            choice = keeping(budget)
+            if choice.peak <= most:
                 return choice
-            limits = dataclasses.replace(limits, budget=max(int(limits.budget - step * over), 0))
+            budget -= step * (choice.peak - most)
             step *= 2  # chunks and layers are kept as a whole
+        return best if best.peak <= most else None
 
     @property
     def seconds(self) -> float:
@@ -77,85 +86,97 @@ def choose_lazily(
     costs, is computed when it is called. The strategy is chosen with the smallest chunk size; a larger size is taken if
     it is cheaper by 3%.
 
-    Stages are swept where that is cheaper. Each sweep is given the memory that is free for it; if the user set the
-    budget, both get the same memory: the peak of the leaner sweep that keeps nothing, plus the budget. Sweeps are not
-    compared if a sweep of chunks recomputes nothing within the free memory.
+    Stages are swept where that is cheaper. Each sweep is given the memory that is free for it; sweeps are not compared
+    if a sweep of chunks recomputes nothing within the free memory. If the user set the budget, all sizes and sweeps
+    compete in the same memory: the peak of what is chosen with a budget of zero, which competes as well, plus the
+    budget.
     """
     limits = limits or Limits()
+    if limits.is_asked_for and limits.budget:
+        return _choose_within_budget(tree, options, mode, limits)
     if options.sweep != "auto":
-        best, reason = _choose_for_sweep(tree, options, mode, limits.of_sweep(options.sweep))
-    else:
-        best, reason = _choose_for_sweep(tree, dataclasses.replace(options, sweep="chunks"), mode, limits)
-        if mode == "transparent" and _may_sweep_stages(best, limits):
-            of_strategy = dataclasses.replace(options, strategy=best.schedule.strategy)
-            best, why = _best_sweep(tree, of_strategy, mode, limits)
-            return best, lambda: reason() + why
-    return best, reason
+        return _choose_for_sweep(tree, options, mode, limits.of_sweep(options.sweep))
+    best, reason = _choose_for_sweep(tree, dataclasses.replace(options, sweep="chunks"), mode, limits)
+    is_known = limits.budget is not None and _may_sweep_stages(tree, mode, limits)
+    if not is_known or not (limits.is_asked_for or best.simulation.recomputed_tokens):
+        return best, reason
+    best, why = _best_sweep(tree, dataclasses.replace(options, strategy=best.schedule.strategy), mode, limits)
+    return best, lambda: reason() + why
 
 
-def _may_sweep_stages(by_chunks: Choice, limits: Limits) -> bool:
-    if len(limits.parts) < 2 or limits.budget is None or not by_chunks.tree.num_rows:
-        return False
-    return limits.is_asked_for or by_chunks.simulation.recomputed_tokens > 0
+def _may_sweep_stages(tree: PrefixTree, mode: str, limits: Limits) -> bool:
+    return mode == "transparent" and len(limits.parts) > 1 and tree.num_rows > 0
+
+
+def _choose_within_budget(
+    tree: PrefixTree, options: Options, mode: str, limits: Limits
+) -> tuple[Choice, Callable[[], str]]:
+    """Choose in the memory of what is chosen with a budget of zero, plus the budget that the user set.
+
+    Strategies are those that are cheapest with nothing and with everything kept; chunks are as small as with a budget
+    of zero, or larger.
+    """
+    assert limits.budget is not None
+    best, _ = choose_lazily(tree, options, mode, limits.with_nothing_kept())
+    most, smallest, before = best.peak + limits.budget, best.schedule.chunk_size, best.schedule.strategy
+    sweeps: tuple[str, ...] = (options.sweep,)
+    if options.sweep == "auto":
+        sweeps = SWEEPS if _may_sweep_stages(tree, mode, limits) else SWEEPS[:1]
+    usual = dataclasses.replace(options, sweep=sweeps[0], chunk_size=smallest)
+    cheapest, reason = _of_strategy(tree, usual, mode, dataclasses.replace(limits, budget=None))
+    for strategy, sweep in product({cheapest.schedule.strategy: 0, before: 0}, sweeps):
+        size, largest = smallest, min(tree.num_rows, BY_STAGES if sweep == "stages" else BY_CHUNKS)
+        has_sizes = options.chunk_size is None and (strategy != "dense" or not tree.shared)
+        while size == smallest or (has_sizes and size < 2 * largest):
+            asked = dataclasses.replace(options, strategy=strategy, sweep=sweep, chunk_size=size)
+            choice = Choice.within(tree, asked, mode, limits.of_sweep(sweep), most)
+            best = choice if choice is not None and choice.seconds < best.seconds else best
+            size *= 2
+    ops = f"{best.schedule.strategy}, {best.schedule.sweep}, chunks of {best.schedule.chunk_size:,}"
+    return best, lambda: f"{reason()}; within {most / 2**20:,.0f} MiB {ops}"
 
 
 def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> tuple[Choice, str]:
     """Return the cheaper sweep of one strategy, and a reason that names the least bytes that each sweep needs."""
-    assert limits.budget is not None
 
-    @functools.cache
-    def chosen(sweep: str, budget: int, sizes: tuple[int, ...], most: float | None = None) -> Choice:
+    def chosen(sweep: str, budget: int, sizes: tuple[int, ...]) -> Choice:
         known = dataclasses.replace(limits.of_sweep(sweep), budget=budget, chunk_sizes=sizes)
-        return _choose_for_sweep(tree, dataclasses.replace(options, sweep=sweep), mode, known, most)[0]
+        return _choose_for_sweep(tree, dataclasses.replace(options, sweep=sweep), mode, known)[0]
 
     sizes_of = {sweep: limits.of_sweep(sweep).chunk_sizes for sweep in SWEEPS}
     nothing = {sweep: chosen(sweep, 0, sizes_of[sweep][:1]) for sweep in SWEEPS}
     least = {sweep: choice.peak for sweep, choice in nothing.items()}
-    left = {sweep: int(min(least.values()) + limits.budget - least[sweep]) for sweep in SWEEPS}
-    free = {sweep: limits.of_sweep(sweep).budget or 0 for sweep in SWEEPS}
-    if not limits.is_asked_for and any(free.values()):  # with nothing free, even a sweep's least may not fit: it is out
-        left = {sweep: budget or -1 for sweep, budget in free.items()}
-        if nothing["stages"].schedule.groups or nothing["stages"].schedule.stride > 1:  # the fewest that fit
-            left["stages"] = 0
-    most, choices = None, []
-    if limits.is_asked_for:
-        leanest = min(SWEEPS, key=lambda sweep: least[sweep])
-        allowed = limits.of_sweep(leanest).with_nothing_kept(leanest, tree.num_rows).chunk_sizes
-        choices = [chosen(leanest, 0, allowed)]
-        most = choices[0].peak + limits.budget
-    choices += [chosen(sweep, budget, sizes_of[sweep], most) for sweep, budget in left.items() if budget >= 0]
-    best = min((c for c in choices if most is None or c.peak <= most), key=lambda choice: choice.seconds)
+    free = {sweep: budget for sweep in SWEEPS if (budget := limits.of_sweep(sweep).budget)}
+    if not free:
+        free = {sweep: 0 for sweep in SWEEPS if least[sweep] == min(least.values())}
+    elif nothing["stages"].schedule.groups or nothing["stages"].schedule.stride > 1:  # the fewest that fit
+        free["stages"] = 0
+    # A sweep for which nothing is free is out, as even its least may not fit.
+    choices = [chosen(sweep, budget, sizes_of[sweep]) for sweep, budget in free.items()]
+    best = min(choices, key=lambda choice: choice.seconds)
     bytes_of_both = ", ".join(f"{sweep} {size / 2**20:,.0f} MiB" for sweep, size in least.items())
     return best, f"; sweeps {best.schedule.sweep}: at least {bytes_of_both}"
 
 
-def _choose_for_sweep(
-    tree: PrefixTree, options: Options, mode: str, limits: Limits, most: float | None = None
-) -> tuple[Choice, Callable[[], str]]:
-    """Choose strategy and chunk size for one sweep (see `choose_lazily`).
+def _of_strategy(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> tuple[Choice, Callable[[], str]]:
+    if options.strategy == "auto":
+        return _cheapest_strategy(tree, options, mode, limits)
+    return Choice.of(tree, options, mode, limits), lambda: "asked for"
 
-    If the user set the budget, sizes compete in the same memory: `most` bytes, or else the peak with a budget of zero,
-    plus the budget.
-    """
+
+def _choose_for_sweep(
+    tree: PrefixTree, options: Options, mode: str, limits: Limits
+) -> tuple[Choice, Callable[[], str]]:
+    """Choose strategy and chunk size for one sweep (see `choose_lazily`)."""
     sizes = limits.chunk_sizes if options.chunk_size is None else (options.chunk_size,)
     options = dataclasses.replace(options, chunk_size=sizes[0])
-    if options.strategy == "auto":
-        best, reason = _cheapest_strategy(tree, options, mode, limits)
-    else:
-        best, reason = Choice.of(tree, options, mode, limits), lambda: "asked for"
+    best, reason = _of_strategy(tree, options, mode, limits)
     options, larger_sizes = dataclasses.replace(options, strategy=best.schedule.strategy), ""
-    if not (limits.is_asked_for and limits.budget and best.tree is tree):
-        most = math.inf
-    else:
-        if most is None:
-            least, _ = _choose_for_sweep(tree, options, mode, limits.with_nothing_kept(options.sweep, tree.num_rows))
-            most = least.peak + limits.budget
-        best = Choice.of(tree, options, mode, limits, most)
     for size in sizes[1:] if best.tree is tree else ():
         if tree.num_rows <= best.schedule.chunk_size:
             break
-        choice = Choice.of(tree, dataclasses.replace(options, chunk_size=size), mode, limits, most)
-        if choice.seconds < (1 - LEAST_GAIN * (most == math.inf)) * best.seconds and choice.peak <= most:
+        choice = Choice.of(tree, dataclasses.replace(options, chunk_size=size), mode, limits)
+        if choice.seconds < (1 - LEAST_GAIN) * best.seconds:
             before, relative = best.schedule.chunk_size, choice.seconds / best.seconds
             larger_sizes += f"; chunks of {size:,} {relative:.2f} of {before:,}"
             best = choice

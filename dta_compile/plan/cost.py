@@ -123,6 +123,7 @@ class OfMachine(NamedTuple):
     chunk_sizes: tuple[int, ...]
     by_stages: tuple[int, tuple[int, ...]] | None = None
     room: float | None = None
+    at_zero: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +144,7 @@ class Limits:
             group by group. None: any.
         groups: number of groups of subtrees that ranks which gather parameters together agreed on; 1: as few as fit.
         stride: stride that these ranks agreed on (see `Schedule`); 1: the planner chooses.
+        at_zero: chunk sizes of a sweep of stages with a budget of zero, if the user set another; empty: the smallest.
     """
 
     budget: int | None = None
@@ -157,6 +159,7 @@ class Limits:
     room: float | None = None
     groups: int = 1
     stride: int = 1
+    at_zero: tuple[int, ...] = ()
 
     def parts_of(self, sweep: str) -> Sequence[PartBytes]:
         """Return the parts that a sweep goes through; a sweep of chunks has one part with all layers."""
@@ -169,18 +172,15 @@ class Limits:
         budget, sizes = self.by_stages
         return dataclasses.replace(self, budget=budget, chunk_sizes=sizes)
 
-    def with_nothing_kept(self, sweep: str, tokens: int) -> Limits:
-        """Return these limits with a budget of zero, and those of the chunk sizes that it allows."""
-        widest = max(part.footprint.graph_token + part.footprint.graph_head for part in self.parts_of(sweep))
-        boundaries = tokens * sum(part.sent for part in self.parts) if sweep == "stages" else None
-        allowed = chunk_sizes(0.0, widest, BY_STAGES, boundaries)
-        sizes = tuple(size for size in self.chunk_sizes if size in allowed) or self.chunk_sizes[:1]
-        return dataclasses.replace(self, budget=0, chunk_sizes=sizes)
+    def with_nothing_kept(self) -> Limits:
+        """Return these limits with a budget of zero, and the chunk sizes that it allows."""
+        of_stages = self.at_zero or self.of_sweep("stages").chunk_sizes[:1]
+        return dataclasses.replace(self, budget=0, chunk_sizes=self.chunk_sizes[:1], by_stages=(0, of_stages))
 
     @property
     def of_machine(self) -> OfMachine:
         """Fields that depend on the machine and its earlier runs, not on the model."""
-        return OfMachine(self.budget, self.cost, self.chunk_sizes, self.by_stages, self.room)
+        return OfMachine(self.budget, self.cost, self.chunk_sizes, self.by_stages, self.room, self.at_zero)
 
     def agreed(self, others: Sequence[OfMachine]) -> Limits:
         """Return the limits that several ranks agree on: the least memory, and the rates of the first rank."""
@@ -188,8 +188,8 @@ class Limits:
         sizes = min((machine.chunk_sizes for machine in others), key=len)
         by_stages = min((machine.by_stages for machine in others if machine.by_stages is not None), default=None)
         room = min((machine.room for machine in others if machine.room is not None), default=None)
-        known = {"budget": budget, "cost": others[0].cost, "chunk_sizes": sizes, "by_stages": by_stages, "room": room}
-        return dataclasses.replace(self, **known)  # type: ignore[arg-type]
+        agreed = OfMachine(budget, others[0].cost, sizes, by_stages, room, min(machine.at_zero for machine in others))
+        return dataclasses.replace(self, **agreed._asdict())
 
     def unshared(self, shared: PrefixTree, unshared: PrefixTree) -> Limits:
         """Return the limits for the unshared tree, giving each token the shared tree's average number of head rows."""

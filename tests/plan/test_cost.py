@@ -26,6 +26,7 @@ from dta_compile.plan.interpret import chunk_work
 from dta_compile.plan.schedule import MODES
 
 SHARED = PrefixTree.build([[1] * 20 + [n] * 5 for n in range(8)])
+TWICE_SHARED = PrefixTree.build([[1] * 20 + [2 + n // 2] * 12 + [10 + n] * 8 for n in range(8)])
 TOKENS_ONLY = CostModel(Rates(0, 0, 1, 0, 0), Rates(0, 0, 2, 0, 0), restore=0, source="by hand")
 LAUNCHES_ONLY = CostModel(Rates(1, 0, 0, 0, 0), Rates(1, 0, 0, 0, 0), restore=0, source="by hand")
 
@@ -138,15 +139,22 @@ def test_stages_are_swept_where_that_is_cheaper_in_the_same_memory(budget, is_as
 
 
 @pytest.mark.parametrize("sweep", ["auto", "chunks", "stages"])
-def test_a_budget_that_is_asked_for_bounds_what_larger_chunks_take(sweep):
-    options = Options(strategy="packed", sweep=sweep)
+@pytest.mark.parametrize("strategy", ["auto", "packed"])
+def test_a_budget_that_is_asked_for_bounds_the_peak_and_costs_no_time(sweep, strategy):
+    """Also where it makes another strategy the cheapest than a budget of zero does."""
+    options = Options(strategy=strategy, sweep=sweep)
 
-    def peak(budget):
-        known = {"sums": 1000, "parts": (LAYER,) * 10, "is_asked_for": True, "chunk_sizes": (4, 8, 64)}
-        return choose_lazily(SHARED, options, "transparent", Limits(budget, WHOLE, TOKENS_ONLY, **known))[0].peak
+    def choice(budget, cost):
+        sizes = (4, 8, 64) if budget else (4,)  # more are allowed
+        known = {"sums": 1000, "parts": (LAYER,) * 10, "is_asked_for": True, "chunk_sizes": sizes}
+        return choose_lazily(TWICE_SHARED, options, "transparent", Limits(budget, WHOLE, cost, **known))[0]
 
-    for budget in (0, 50, 200, 800, 3000):
-        assert peak(budget) <= peak(0) + budget
+    for cost in (TOKENS_ONLY, LAUNCHES_ONLY):
+        nothing = choice(0, cost)
+        for budget in (50, 800, 3000):
+            best = choice(budget, cost)
+            assert best.peak <= nothing.peak + budget
+            assert best.seconds <= nothing.seconds
 
 
 HEAD = PartBytes(Footprint(graph_token=5, graph_head=45))

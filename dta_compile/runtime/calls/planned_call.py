@@ -376,6 +376,7 @@ def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
     kinds = {part.graphs: part for part in executable.parts}
     known = {graphs: _bytes_of_part(call, part) for graphs, part in kinds.items()}
     budget = default_budget(call.device, int(whole.sums)) if asked_for is None else asked_for
+    by_stages = _by_stages(call, list(known.values()), rows) if mode == "transparent" and len(known) > 1 else None
     return Limits(
         budget if mode == "transparent" else None,
         whole.footprint,
@@ -393,21 +394,26 @@ def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
             for number, part in enumerate(executable.parts)
         ),
         asked_for is not None,
-        _by_stages(call, list(known.values()), rows) if mode == "transparent" and len(known) > 1 else None,
+        by_stages[:2] if by_stages else None,
         default_budget(call.device, int(max(part.sums for part in known.values()))),
+        at_zero=by_stages[2] if by_stages else (),
     )
 
 
-def _by_stages(call: Call, parts: Sequence[PartBytes], rows: BatchRows) -> tuple[int, tuple[int, ...]]:
-    """Return memory budget and chunk sizes for a sweep by stages: sums and activations of one part at a time."""
+def _by_stages(call: Call, parts: Sequence[PartBytes], rows: BatchRows) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Return budget and chunk sizes of a sweep by stages (sums and activations of one part), and its sizes at zero."""
     budget = call.context.options.memory_budget
     boundary_bytes = rows.tree.num_rows * sum(part.written_bytes for part in call.executable.parts)
     if budget is None:
         budget = default_budget(call.device, int(max(part.sums for part in parts) + boundary_bytes))
     widest = max(part.footprint.graph_token + part.footprint.graph_head for part in parts)
-    sizes = chunk_sizes(budget, widest, BY_STAGES, boundary_bytes, rows.tree.num_rows)
-    # A host that computes by itself loses little by a few small chunks.
-    return budget, sizes[:1] if call.device.type == "cpu" and sizes[0] < CHUNK_TOKENS else sizes
+
+    def sizes(budget: int) -> tuple[int, ...]:
+        allowed = chunk_sizes(budget, widest, BY_STAGES, boundary_bytes, rows.tree.num_rows)
+        # A host that computes by itself loses little by a few small chunks.
+        return allowed[:1] if call.device.type == "cpu" and allowed[0] < CHUNK_TOKENS else allowed
+
+    return budget, sizes(budget), sizes(0)
 
 
 def _runs_generated(call: Call) -> bool:

@@ -125,6 +125,8 @@ NEIGHBOURS = (
 
 def mixing_refusal(mixed: Mixed) -> RefusalError:
     """Return the error for a value before the last attention that is not computed token by token."""
+    if (unrecognised := mixed.node.meta.get("unrecognised")) is not None:
+        return unrecognised
     hint = NEIGHBOURS
     if "has no token-wise rule" in mixed.reason and mixed.node.op == "call_function":
         hint = "declare a rule with dta_compile.register_token_rule if the operator treats every token by itself"

@@ -148,9 +148,10 @@ def _divides(part: Term) -> bool:
 
 
 def _is_number_of(value: Term) -> bool:
-    """Return whether a value over row and key is an integer of each token that is computed from others."""
+    """Return whether a value over row and key is an integer that is computed from inputs of each token."""
     is_integer = not value.dtype.is_floating_point and value.dtype is not torch.bool
-    return is_integer and isinstance(value, Apply) and value.indices <= {"row", "key"}
+    is_read = any(isinstance(part, Entry) and part.indices for part in subterms(value))
+    return is_integer and is_read and isinstance(value, Apply) and value.indices <= {"row", "key"}
 
 
 def _by_a_condition(term: Term, logic: Logic, with_kept: bool) -> MaskClass | None:

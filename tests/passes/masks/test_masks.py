@@ -400,18 +400,6 @@ CLASSES = {
         r"chunks of 3 by key - .*\[row\], real tokens",
         [3, 3, 3],
     ),
-    "chunks of other sizes": (
-        lambda ids: causal(ids) & torch.eq(*(12 // (place + 1) for place in positions(ids))),
-        [(IDS,)],
-        "a sequence for each",
-        [0],
-    ),
-    "chunks within a window": (
-        lambda ids: causal(ids) & (positions(ids)[0] // 4 == positions(ids)[1] // 4) & near(ids, 3),
-        [(IDS,)],
-        "window 3, a sequence for each",
-        [3],
-    ),
     "chunks of packed rows": (
         lambda ids, place: (
             packed(ids, place) & pairs(place, lambda query, key: (key <= query) & (query // 2 == key // 2))
@@ -574,8 +562,7 @@ SHOWN_BY_OTHERS = {
     "positions",
     "no documents",
     "documents counted for each side",
-    "chunks of other sizes",
-    "chunks within a window",
+    "chunks of a tensor argument",
 }
 
 
@@ -693,11 +680,23 @@ REFUSED = {
         RuntimeContractError,
         "multiple of 3[^$]*1 at row 0, token 4, which has 0 tokens",
     ),
+    "chunks of other sizes": (
+        lambda ids: causal(ids) & torch.eq(*(12 // (place + 1) for place in positions(ids))),
+        (IDS,),
+        RefusalError,
+        "in another way than padding, a sliding window or chunks",
+    ),
     "chunks of a fraction": (
         lambda ids: causal(ids) & torch.eq(*(place // 2.5 for place in positions(ids))),
         (IDS,),
         RefusalError,
         "cannot be decided",
+    ),
+    "chunks within a window": (
+        lambda ids: causal(ids) & (positions(ids)[0] // 4 == positions(ids)[1] // 4) & near(ids, 3),
+        (IDS,),
+        RefusalError,
+        "in another way than padding, a sliding window or chunks",
     ),
     "every second": (
         lambda ids: causal(ids) & ((positions(ids)[0] - positions(ids)[1]) % 2 == 0),
@@ -959,6 +958,7 @@ REFUSED = {
 
 
 LIKE_OTHERS = {
+    "chunks of other sizes",
     "chunks that count padding",
     "a quotient of nothing",
     "both beyond 64 bits",

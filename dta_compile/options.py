@@ -50,7 +50,7 @@ class Options:
             activations of such a chunk are at most 0.4 of the default budget; up to 65,536 in a sweep of stages, where
             these are the activations of one layer. They may also be a quarter of the hidden states between layers, and
             where those of 2048 tokens are more, chunks of a small tree have down to 256, a quarter of it at least. A
-            `memory_budget` above 0 allows all that fit into its peak.
+            `memory_budget` above 0 allows the doubled sizes that fit into its peak.
         strategy: "packed" (chunks filled with whole subtrees and siblings), "dfs" (Algorithms 1 and 3), "vanilla"
             (Algorithm 2), "dense" (no sharing, same runtime), "one_tree" (one tree over the ranks of `mesh`, by
             default all, each of which computes an equal share of its tokens), or "auto": the cheapest of them by the

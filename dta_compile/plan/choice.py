@@ -124,7 +124,7 @@ def _choose_within_budget(
         sweeps = SWEEPS if _may_sweep_stages(tree, mode, limits) else SWEEPS[:1]
     usual = dataclasses.replace(options, sweep=sweeps[0], chunk_size=smallest)
     cheapest, reason = _of_strategy(tree, usual, mode, dataclasses.replace(limits, budget=None))
-    for strategy, sweep in product({cheapest.schedule.strategy: 0, before: 0}, sweeps):
+    for strategy, sweep in product(dict.fromkeys((cheapest.schedule.strategy, before)), sweeps):
         size, largest = smallest, min(tree.num_rows, BY_STAGES if sweep == "stages" else BY_CHUNKS)
         has_sizes = options.chunk_size is None and (strategy != "dense" or not tree.shared)
         while size == smallest or (has_sizes and size < 2 * largest):

@@ -100,7 +100,7 @@ def chunk_sizes(
 
     Larger chunks amortise kernel launches, whose host time does not depend on the number of tokens: a step of a model
     of 1.7B parameters took 2.1 s on an H100 with chunks of 2,048 tokens, 1.5 s with 4,096 and 1.3 s with 8,192. On an
-    H200 it took 1.03 s with 8,192, 0.99 s with 16,384 and no less with 32,768.
+    H200 it took 1.04 s with 8,192, 0.99 s with 16,384 and no less with 32,768.
 
     Args:
         boundaries: of a sweep of stages, the bytes of values passed between parts, which are there with any budget.

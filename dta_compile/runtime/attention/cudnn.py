@@ -8,7 +8,7 @@ cuDNN makes a plan per shape, which takes 50 ms forward and backward each. So a 
 been met often, and sizes are rounded to four significant bits: queries up, with rows of zeros, and keys down.
 
 What the tokens of a long slice read of their own slice stays with our kernels. cuDNN's causal kernels take a slice of
-16,384 tokens alone 1.1 to 1.3 times as fast, but merging their results made whole steps 5 to 8% slower.
+16,384 tokens alone 1.1 to 1.3 times as fast, but with them whole steps were 5 to 10% slower.
 """
 
 from __future__ import annotations

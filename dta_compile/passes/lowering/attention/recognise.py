@@ -19,7 +19,6 @@ from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_CALL
 from dta_compile.passes.graphs.nodes import (
     SizeNodes,
-    call,
     copy_stack_trace,
     descendants,
     erase_unused,
@@ -27,7 +26,6 @@ from dta_compile.passes.graphs.nodes import (
     full_for,
     is_float,
     is_item,
-    may_have_gradient,
 )
 from dta_compile.passes.graphs.operators import (
     CASTS,
@@ -55,8 +53,6 @@ from dta_compile.passes.symbols import sizes
 SCORE_PRODUCTS = MATRIX_PRODUCTS - {aten.addmm.default}
 LIKES = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 UNARY = frozenset({aten.tanh.default, aten.neg.default})
-COMBINED = SCORE_PRODUCTS | PRODUCTS | SUMS | QUOTIENTS | FLOORS | UNARY | MOVES | CASTS | MASKED_FILLS
-COMBINED |= {aten.where.self, aten.cat.default, aten._softmax.default}
 
 
 def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> RefusalError | None:
@@ -72,8 +68,6 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
     """
     data = [node for node in graph.find_nodes(op="placeholder") if node not in weights and has_tensor(node)]
     scores = _Search(descendants(graph, data))
-    if _detach_operands(graph, scores):
-        scores = _Search(descendants(graph, data))
     spell_softmaxes(graph, lambda node: scores.path_to(node) is not None)
     distribute_products(graph, _Search(descendants(graph, data), parts=True).are_weights)
     search, arranger, refusal = _Search(descendants(graph, data)), Arranger(graph), None
@@ -109,44 +103,6 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
                 refusal = refusal or node.meta["unrecognised"]
     erase_unused(graph)
     return refusal
-
-
-def _detach_operands(graph: fx.Graph, scores: _Search) -> bool:
-    """Replace `detach(f(x))` by `f(detach(x))` for operators on scores, as attention is not recognised across a detach.
-
-    A reference model under `torch.no_grad` has one behind every operator that combines scores with parameters.
-
-    Returns:
-        Whether something was replaced.
-    """
-    pending = [node for node in graph.nodes if node.target is aten.detach.default]
-    tracked, has_replaced = _tracked(graph) if pending else set(), False
-    while pending:
-        detach = pending.pop()
-        node = detach.args[0]
-        if len(node.users) > 1 or node.target not in COMBINED or scores.path_to(node) is None:
-            continue
-        with graph.inserting_before(node):
-            operands = [arg for arg in node.all_input_nodes if arg in tracked]
-            detached = {arg: call(graph, aten.detach.default, arg) for arg in operands}
-            copy_stack_trace(node)
-        node.args = fx.node.map_arg(node.args, lambda arg, detached=detached: detached.get(arg, arg))
-        detach.replace_all_uses_with(node)
-        graph.erase_node(detach)
-        pending += detached.values()
-        has_replaced = True
-    return has_replaced
-
-
-def _tracked(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes whose values may have a gradient, and tuples of such values."""
-    tracked = set[fx.Node]()
-    for node in graph.nodes:
-        has_gradient = has_tensor(node) and (isinstance(node.meta["val"], (tuple, list)) or may_have_gradient(node))
-        is_source = node.op in ("placeholder", "get_attr") or not tracked.isdisjoint(node.all_input_nodes)
-        if has_gradient and is_source and node.target is not aten.detach.default:
-            tracked.add(node)
-    return tracked
 
 
 def _spell_out_likes(graph: fx.Graph, scores: Collection[fx.Node]) -> None:

@@ -65,7 +65,7 @@ def _reading(what: str, path: str) -> Iterator[None]:
 
 
 def _whole(text: str) -> list[Any] | None:
-    """Parse a text that is one JSON list of rows (objects, lists); return None for anything else, such as JSON lines."""
+    """Parse a text that is one JSON list of objects or lists; return None for anything else, such as JSON lines."""
     if not re.match(r"\s*\[\s*[\[{]", text):
         return None
     try:

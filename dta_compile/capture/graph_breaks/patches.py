@@ -27,7 +27,7 @@ from dta_compile.torch_compat.dynamo import (
     SymNodeVariable,
     TensorVariable,
     TorchInGraphFunctionVariable,
-    UserFunctionVariable,
+    VariableTracker,
 )
 
 # Instructions that compare a number with another.
@@ -76,7 +76,7 @@ def _function_along_dim(call: Callable[..., Any]) -> Callable[..., Any]:
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self.value is torch.take_along_dim and "out" not in kwargs and frames.is_ours(tx.output.compiler_fn):
-            return UserFunctionVariable(_take_along_dim).call_function(tx, args, kwargs)
+            return VariableTracker.build(tx, _take_along_dim).call_function(tx, args, kwargs)
         return call(self, tx, args, kwargs)
 
     return call_function
@@ -87,7 +87,7 @@ def _method_along_dim(call: Callable[..., Any]) -> Callable[..., Any]:
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         if name == "take_along_dim" and frames.is_ours(tx.output.compiler_fn):
-            return UserFunctionVariable(_take_along_dim).call_function(tx, [self, *args], kwargs)
+            return VariableTracker.build(tx, _take_along_dim).call_function(tx, [self, *args], kwargs)
         return call(self, tx, name, args, kwargs)
 
     return call_method

@@ -31,6 +31,10 @@ def write_whole(path: pathlib.Path, data: bytes, mode: int = 0o600) -> None:
         with open(unfinished, "xb", opener=functools.partial(os.open, mode=mode)) as file:
             file.write(data)
         unfinished.replace(path)
+    except OSError as error:
+        if error.filename is not None:
+            error.filename, error.filename2 = str(path), None  # the only name that the caller knows
+        raise
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink()

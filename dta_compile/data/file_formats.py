@@ -23,7 +23,7 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".npz")
 
 
 def json_rows(path: str) -> Iterator[Row]:
-    """Yield the values of JSON lines, or of one JSON list of objects; "-" is standard input.
+    """Yield the values of JSON lines, or of one JSON list of rows; "-" is standard input.
 
     Raises:
         OSError: the file cannot be read.
@@ -65,8 +65,8 @@ def _reading(what: str, path: str) -> Iterator[None]:
 
 
 def _whole(text: str) -> list[Any] | None:
-    """Parse a text that is one JSON list of objects; return None for anything else, such as JSON lines."""
-    if not re.match(r"\s*\[\s*\{", text):
+    """Parse a text that is one JSON list of objects or lists; return None for anything else, such as JSON lines."""
+    if not re.match(r"\s*\[\s*[\[{]", text):
         return None
     try:
         value = json.loads(text)

@@ -148,7 +148,9 @@ class TreeRun:
             return gradients
 
         with no_autocast():
-            return _or_keeping_nothing(call, run)[1]
+            gradients = _or_keeping_nothing(call, run)[1]
+        self.used.difference_update(self.part.writes)  # another backward may begin at an earlier part
+        return gradients
 
     def _again(self, call: PlannedCall, reads: Mapping[Chunk, Sequence[torch.Tensor]]) -> tuple[Executor, Sequence[Op]]:
         """Return an executor and the ops of the backward half, for a backward without kept graphs."""

@@ -184,6 +184,14 @@ def test_lines_end_where_json_says(tmp_path):
     assert [one.tokens for one in read(str(path)).sequences] == [[1], [2]]
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("rows", [[[1, 2], [3]], [{"tokens": [1, 2]}, {"tokens": [3]}]])
+def test_one_json_list_of_rows_is_read_as_a_file_of_rows(rows, indent, tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows, indent=indent))
+    assert [one.tokens for one in read(str(path)).sequences] == [[1, 2], [3]]
+
+
 @pytest.mark.parametrize(
     ("text", "part"),
     [

@@ -126,6 +126,27 @@ def test_retain_graph_allows_a_second_backward(model, compiled):
     both(model, compiled, step)
 
 
+def test_a_retained_backward_of_earlier_states_leaves_later_layers_without_gradients():
+    model = TinyLM(layers=3)
+
+    def states(ids):
+        found = [model.embedding(ids)]
+        for block in model.blocks:
+            found.append(block(found[-1], None))
+        return found
+
+    def step(forward):
+        hidden, parameters = forward(IDS), list(model.parameters())
+        losses = [weighted(hidden[depth]) for depth in (3, 1, 2)]
+        return [torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True) for loss in losses]
+
+    torch._dynamo.reset()
+    found = step(torch.compile(states, backend="dta", options={**SMALL_CHUNKS, "sweep": "stages"}))
+    for ours, expected in zip(sum(found, ()), sum(step(states), ()), strict=True):
+        assert (ours is None) == (expected is None)
+        assert ours is None or torch.allclose(ours, expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("which", ["eager", "dta"])
 def test_a_second_backward_without_retain_graph_raises_torchs_error(model, compiled, which):
     loss = weighted({"eager": model, "dta": compiled}[which](IDS))

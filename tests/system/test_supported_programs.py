@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 
 import dta_compile
 from dta_compile.errors import RefusalError
@@ -32,6 +33,22 @@ def assert_equals_eager(function, compiled, model, *args):
 
     expected = after(model, lambda: step(function))
     assert_same(after(model, lambda: step(compiled)), expected)
+
+
+@pytest.mark.parametrize("take", [torch.take_along_dim, torch.Tensor.take_along_dim])
+def test_entries_taken_along_a_dimension_leave_sizes_free(take, model):
+    """torch computes `take_along_dim` with sizes as numbers, which would make a graph for every batch."""
+
+    def function(ids, last):
+        logits = model(ids)
+        values = take(logits.log_softmax(-1), ids[..., None] - VOCABULARY, dim=-1)
+        return values.squeeze(-1), take(logits, last[:, None, None], 1)
+
+    compiled = compiled_function(function)
+    counters.clear()
+    for rows, tokens in ((5, 9), (4, 11), (3, 6)):
+        assert_equals_eager(function, compiled, model, shared_ids(rows, tokens), torch.arange(rows) - 2)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def run_from_embeddings(model, x):

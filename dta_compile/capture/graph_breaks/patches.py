@@ -1,5 +1,6 @@
 """Avoid unnecessary graph breaks of Dynamo: a symbolic `is_causal`, `requires_grad_()` of a result, `tolist()`,
-`assert x.item() < n`, and branches that are skipped where no rows are selected.
+`assert x.item() < n`, and branches that are skipped where no rows are selected. And a graph for every size, by
+`take_along_dim`.
 
 `backend.py` patches Dynamo once, on import; only traces for this backend are affected.
 """
@@ -26,6 +27,7 @@ from dta_compile.torch_compat.dynamo import (
     SymNodeVariable,
     TensorVariable,
     TorchInGraphFunctionVariable,
+    VariableTracker,
 )
 
 # Instructions that compare a number with another.
@@ -43,6 +45,8 @@ def avoid() -> None:
         (TensorVariable, "method_tolist", _tracing_tolist),
         (TensorVariable, "method_item", _tracing_item),
         (TensorVariable, "call_method", _tracing_sizes),
+        (TorchInGraphFunctionVariable, "call_function", _function_along_dim),
+        (TensorVariable, "call_method", _method_along_dim),
         (InstructionTranslatorBase, "step", selected_branches.taking_branches),
         (SideEffects, "mutation", selected_branches.noting_mutations),
         (OutputGraph, "compile_subgraph", selected_branches.refusing_open_branches),
@@ -65,6 +69,39 @@ def _as_bool(value: Any) -> Any:
     if isinstance(value, SymNodeVariable) and isinstance(value.sym_num, torch.SymBool):
         return ConstantVariable.create(value.evaluate_expr())
     return value
+
+
+def _function_along_dim(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace `torch.take_along_dim` by our definition."""
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self.value is torch.take_along_dim and "out" not in kwargs and frames.is_ours(tx.output.compiler_fn):
+            return VariableTracker.build(tx, _take_along_dim).call_function(tx, args, kwargs)
+        return call(self, tx, args, kwargs)
+
+    return call_function
+
+
+def _method_along_dim(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace `Tensor.take_along_dim` by our definition."""
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        if name == "take_along_dim" and frames.is_ours(tx.output.compiler_fn):
+            return VariableTracker.build(tx, _take_along_dim).call_function(tx, [self, *args], kwargs)
+        return call(self, tx, name, args, kwargs)
+
+    return call_method
+
+
+def _take_along_dim(input: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Compute `torch.take_along_dim`, which makes sizes constants of a trace. Indices are taken modulo the size."""
+    if dim is None:
+        input, indices, dim = input.reshape(-1), indices.reshape(-1), 0
+    axis, both = dim % input.dim(), zip(input.shape, indices.shape, strict=True)
+    shared = [own if other == 1 else other for own, other in both]
+    input = input.expand(*shared[:axis], input.shape[axis], *shared[axis + 1 :])
+    indices = indices.expand(*shared[:axis], indices.shape[axis], *shared[axis + 1 :])
+    return input.gather(axis, indices % input.shape[axis])
 
 
 def _tracing_requires_grad(method: Callable[..., Any]) -> Callable[..., Any]:

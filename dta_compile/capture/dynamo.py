@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
+from dta_compile.attributes import attribute_set
 from dta_compile.capture.regions.guards import add_guard, guards_of_hooks
 from dta_compile.capture.regions.repeated_layers import traced_once
 from dta_compile.errors import OptionError, RefusalError
@@ -21,7 +22,6 @@ from dta_compile.integrations.checkpoint_flags import CheckpointFlags
 from dta_compile.integrations.fully_shard import Sharded
 from dta_compile.options import Options
 from dta_compile.passes.symbols import expression, hint
-from dta_compile.passes.tracing import attribute_set
 from dta_compile.torch_compat import frames, wrap_once
 from dta_compile.torch_compat.dynamo import (
     BackendCompilerFailed,

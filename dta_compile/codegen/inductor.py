@@ -31,6 +31,7 @@ import sympy
 import torch
 from torch import fx
 
+from dta_compile.attributes import attribute_set
 from dta_compile.codegen import wrapper
 from dta_compile.executable.code import AnySource, CppSource, Input, Source, size_symbols
 from dta_compile.executable.pieces import AnyCode, Code, Run
@@ -159,11 +160,8 @@ def _sums_for_any_size(env: ShapeEnv) -> Iterator[None]:
                 return any(size.free_symbols for size in kernel.call_ranges[kernel.reduction_depth :])
             return bool(decide(kernel, reduction_type, dtype, *others, **options))
 
-        CppKernel.need_use_acc_helper = decide_once  # type: ignore[method-assign, assignment]
-        try:
+        with attribute_set(CppKernel, "need_use_acc_helper", decide_once):
             yield
-        finally:
-            CppKernel.need_use_acc_helper = decide  # type: ignore[method-assign]
 
 
 def _compiled(run: Any, serves: str, strides: str, devices: set[str]) -> Compiled:

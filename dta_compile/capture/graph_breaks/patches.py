@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from dta_compile.attributes import attribute_set
 from dta_compile.capture import dynamo
 from dta_compile.capture.graph_breaks import hit_loops, selected_branches
-from dta_compile.passes.tracing import attribute_set
 from dta_compile.torch_compat import frames, wrap_once
 from dta_compile.torch_compat.autograd import get_inplace_requires_grad_allowed, set_inplace_requires_grad_allowed
 from dta_compile.torch_compat.dynamo import (

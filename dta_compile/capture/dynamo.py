@@ -520,7 +520,7 @@ def graph_break(module: fx.GraphModule) -> str | None:
 
 def _hooked(modules: Iterable[torch.nn.Module], reason: str) -> str:
     """Name the modules with backward hooks, if these are the reason why Dynamo cannot trace a function."""
-    named = {module: name for one in modules for name, module in one.named_modules() if name}
+    named = {module: name for root in modules for name, module in root.named_modules() if name}
     hooked = (f"{named[m]} ({type(m).__name__})" for m in named if m._backward_hooks or m._backward_pre_hooks)
     return f"; backward hooks are on {', '.join(hooked)}" if "backwards hooks" in reason else ""
 

@@ -168,7 +168,7 @@ def _compiled(run: Any, serves: str, strides: str, devices: set[str]) -> Compile
     """Locate the files of the code that inductor has just loaded."""
     from dta_compile.torch_compat.compiler import PyCodeCache
 
-    module = next(one for one in reversed(PyCodeCache.modules) if getattr(one, "key", None) == run.cache_key)
+    module = next(known for known in reversed(PyCodeCache.modules) if getattr(known, "key", None) == run.cache_key)
     aligned = tuple(run.inputs_to_check)
     if devices != {"cpu"}:  # the whole module is needed to load Triton's kernels
         if run.constants:
@@ -189,7 +189,7 @@ def load(compiled: AnyCompiled) -> AnyCode:
 
     Raises `OSError` or `ImportError` if its files are gone, `ValueError` if other users may have written them.
     """
-    for path in [compiled.path] if isinstance(compiled, CompiledLibrary) else [one[-1] for one in compiled.kernels]:
+    for path in [compiled.path] if isinstance(compiled, CompiledLibrary) else [file for *_, file in compiled.kernels]:
         require_own(pathlib.Path(path))
         require_own(pathlib.Path(path).parent)
     if isinstance(compiled, CompiledLibrary):

@@ -150,7 +150,7 @@ class Program(HasMixers):
     parts: Sequence[Part] = ()
     # Written by `run_passes`: seconds by pass, and the fields that have been filled.
     timings: dict[str, float] = dataclasses.field(default_factory=dict)
-    filled: Set[str] = frozenset({"captured", "training", "codegen", "own_symbols", "length", "folding"})
+    filled: Set[str] = frozenset({"captured", "training", "codegen", "own_symbols", "is_rest", "length", "folding"})
     # The symbolic number of tokens of a graph that was captured with a constant one, see `lowering.one_length`.
     length: torch.SymInt | None = None
     folding: Folding | None = None

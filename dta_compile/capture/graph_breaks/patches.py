@@ -152,7 +152,7 @@ def _tracing_item(method: Callable[..., Any]) -> Callable[..., Any]:
 def _is_asserted(translator: Any) -> bool:
     """Return whether a number on the stack is compared next, and the result asserted."""
     following = translator.instructions[translator.instruction_pointer :]
-    names = [one.opname for one in following[:12]]
+    names = [instruction.opname for instruction in following[:12]]
     while names and names[0] in COMPARING:
         names.pop(0)
     return len(names) > 1 and names[0].startswith("POP_JUMP") and names[1] == "LOAD_ASSERTION_ERROR"

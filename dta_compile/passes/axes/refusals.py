@@ -30,7 +30,7 @@ RECURRENCE = Advice(
     " gated_delta_rule, selective_scan or short_convolution in place of a loop, a scan or a cumulative sum:"
     " x.cumsum(1) is linear_recurrence(x, x.new_ones(()))"
 )
-ONE_TOKEN = Advice(f"{NEIGHBOURS.hint}; {RECURRENCE.hint}")
+OTHER_TOKENS = Advice(f"{NEIGHBOURS.hint}; {RECURRENCE.hint}")
 WRITES = Advice("write to some tokens by a condition: torch.where((torch.arange(x.shape[1]) == 0)[:, None], 0, x)")
 MATRIX_OF_TOKENS = Advice(
     "weights of earlier tokens that are no attention are a recurrence: the mean of all of them is"
@@ -121,7 +121,7 @@ PLACEHOLDERS = Advice(
 OF_OPERATORS = {
     **dict.fromkeys((aten.native_batch_norm.default, aten._native_batch_norm_legit_functional.default), BATCH_NORM),
     **dict.fromkeys((aten._native_batch_norm_legit.no_stats, aten.cudnn_batch_norm.default), BATCH_NORM),
-    **dict.fromkeys((aten.max.default, aten.min.default, aten.aminmax.default), LARGEST),
+    **dict.fromkeys((aten.max.default, aten.aminmax.default), LARGEST),
     **dict.fromkeys((aten.nonzero.default, aten.masked_select.default), SELECTED),
     **dict.fromkeys(DROPOUTS, DROPOUT),
     TABLE_ROWS: PLACEHOLDERS,

@@ -10,7 +10,7 @@ from torch import fx
 
 from dta_compile.executable.layouts import Axis, Flat, Frame, Layout, flat
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens, broadcast, require_feature, unify_frames
-from dta_compile.passes.axes.refusals import ONE_TOKEN, RECURRENCE, STREAMS, WRITES
+from dta_compile.passes.axes.refusals import OTHER_TOKENS, RECURRENCE, STREAMS, WRITES
 from dta_compile.passes.graphs.arguments import argument, dim_of, operand_dims
 from dta_compile.passes.graphs.operators import RESHAPES, SQUEEZES, aten
 from dta_compile.passes.program import has_tensor
@@ -170,7 +170,7 @@ def slice_(node: fx.Node, arguments: Arguments) -> Layout:
         return layout
     step, axis = argument(node, "step"), "token" if layout.dims[dim] is Axis.TOKEN else "batch"
     if step not in (None, 1):
-        raise MixesTokens(f"it takes every {step}th entry of the {axis} axis")
+        raise MixesTokens(f"it takes one in {step} entries of the {axis} axis", OTHER_TOKENS)
     if axis == "batch" or layout.frame is None or layout.frame.start is None:
         raise MixesTokens(f"it slices the {axis} axis")
     start = argument(node, "start") or 0
@@ -183,7 +183,7 @@ def select(node: fx.Node, arguments: Arguments) -> Layout:
     """Rule for `select` of an entry of a feature dimension, which it drops."""
     layout = arguments[node.args[0]]
     written = (reader for user in node.users for reader in user.users if reader.target is aten.select_scatter.default)
-    dim = require_feature(layout, argument(node, "dim"), "selects one entry", WRITES if any(written) else ONE_TOKEN)
+    dim = require_feature(layout, argument(node, "dim"), "selects one entry", WRITES if any(written) else OTHER_TOKENS)
     return Layout((*layout.dims[:dim], *layout.dims[dim + 1 :]), layout.frame)
 
 

@@ -42,7 +42,7 @@ from dta_compile.passes.symbols import expression, sizes
 
 
 @contract(
-    reads=["inputs", "placeholders", "draws", "asserted"],
+    reads=["is_rest", "inputs", "placeholders", "draws", "asserted"],
     fills=["batch", "tokens", "values", "input_layouts", "parameter_dependent", "roots", "other_batches"],
     rewrites=["module"],
 )
@@ -256,8 +256,8 @@ def apply_rule(program: Program, node: fx.Node, values: Mapping[fx.Node, Value],
     if (reason := _contradiction(program, node, value)) is not None:
         return Mixed(f"{node.target}: {reason}", node)
     if (reason := _rows_of_no_token(rule, arguments, value)) is not None:
-        advice = refusals.ROW_WEIGHTS if node.target in MATRIX_PRODUCTS else None
-        return Mixed(f"{node.target}: {reason}", node, advice)
+        is_product = node.target in MATRIX_PRODUCTS
+        return Mixed(f"{node.target}: {reason}", node, refusals.ROW_WEIGHTS if is_product else None)
     return value
 
 

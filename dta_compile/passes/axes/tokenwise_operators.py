@@ -292,18 +292,13 @@ _register(scatter, aten.scatter.src, aten.scatter.value, aten.scatter_add.defaul
 _register(along_features("normalises"), aten._softmax.default, aten._log_softmax.default)
 _register(along_features("sums"), aten.sum.dim_IntList, aten.mean.dim, aten.any.dim, aten.all.dim)
 _register(along_features("sums"), aten.norm.ScalarOpt_dim)
-_register(along_features("reduces", advice=LARGEST), aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim)
-_register(
-    along_features("reduces"), aten.argmax.default, aten.argmin.default, aten.prod.dim_int, aten.logsumexp.default
-)
+_register(along_features("reduces", advice=LARGEST), aten.amax.default, aten.max.dim)
+_register(along_features("reduces"), aten.amin.default, aten.min.dim, aten.argmax.default, aten.argmin.default)
+_register(along_features("reduces"), aten.prod.dim_int, aten.logsumexp.default, aten.median.dim, aten.nanmedian.dim)
 _register(along_features("reduces"), aten.var.correction, aten.std.correction, aten.var_mean.correction)
 _register(along_features("reduces"), aten.linalg_vector_norm.default, aten.kthvalue.default, aten.mode.default)
-_register(
-    along_features("accumulates", advice=RECURRENCE),
-    aten.cumsum.default,
-    aten.cumprod.default,
-    aten.logcumsumexp.default,
-)
+_register(along_features("accumulates", advice=RECURRENCE), aten.cumsum.default, aten.cumprod.default)
+_register(along_features("accumulates", advice=RECURRENCE), aten.logcumsumexp.default)
 _register(along_features("accumulates"), aten.cummax.default, aten.cummin.default)
 _register(along_features("reorders"), aten.flip.default, aten.glu.default)
 _register(along_features("sorts"), aten.sort.default, aten.sort.stable)

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from dta_compile.attributes import attribute_set
 from dta_compile.executable.layers import MixerLayer
 from dta_compile.executable.pieces import NO_CODES, Codes
 from dta_compile.ops.dtypes import statistics_dtype
@@ -69,11 +68,14 @@ class Lease:
         layers = (*(runtime.key for runtime in path.runtimes), *path.fillers)
         key = GraphKey(id(graph), path.chunk.tokens, path.bound, layers, shapes)
         path.prepare()
-        with attribute_set(path, "replaying", True):
+        path.replaying = True
+        try:
             recorded = self._find(key, run, tensors, copied)
             if recorded is None:
                 self.counts.eager += 1
                 return run(arguments)
+        finally:
+            path.replaying = False
         arguments.clear()
         self.counts.replayed += 1
         return recorded(tensors)

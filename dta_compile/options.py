@@ -170,10 +170,7 @@ class Options:
         for key in mapping or {}:
             if key not in known:
                 raise OptionError(
-                    f"unknown option {key!r}",
-                    expected=", ".join(known),
-                    got=repr(key),
-                    hint=_suggest(str(key), known),
+                    f"unknown option {key!r}", expected=", ".join(known), got=repr(key), hint=_suggest(str(key), known)
                 )
         return cls(**dict(mapping or {}))
 

@@ -16,6 +16,8 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from dta_compile.attributes import attribute_set
+
 GROUP, NAME, VALUE = "torch_dynamo_backends", "dta", "dta_compile.backend:dta"
 REGISTRY = "torch._dynamo.backends.registry"
 # By module of another package, the modules of `integrations` that register with it when they are imported.
@@ -46,11 +48,8 @@ class _AfterLoading:
         """Return a watched module's spec, with a loader that also runs the callbacks; None for all other modules."""
         if self.searching or not any(waits_for(name) for waits_for, _ in self.calls):
             return None
-        self.searching = True
-        try:
+        with attribute_set(self, "searching", True):
             spec = importlib.util.find_spec(name)
-        finally:
-            self.searching = False
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 

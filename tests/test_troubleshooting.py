@@ -20,9 +20,9 @@ PAGE = "docs/troubleshooting.md"
 ERRORS = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
 GAP = "…"
 # Functions that raise texts from elsewhere: of argparse, of an operator in a graph, of another rank.
-ELSEWHERE = {"error", "_refusal_by", "_refused", "from_first"}
-# The operator whose call carries a text, and where among its arguments.
-CARRIES = {"REFUSED": 1}
+ELSEWHERE = {"error", "_refusal_by", "_refused", "from_first", "mixing_refusal"}
+# What carries a text, and where among its arguments.
+CARRIES = {"REFUSED": 1, "Advice": 1}
 
 
 class Source(ast.NodeVisitor):
@@ -108,7 +108,7 @@ class Source(ast.NodeVisitor):
             (kind, shown(text))
             for kind, place in places
             for call, scopes, module in self.calls[kind]
-            if not ELSEWHERE & {scope.name for scope in scopes}
+            if not ELSEWHERE & {scope.name for scope in scopes} and len(call.args) > place
             for text in self.texts(call.args[place], scopes, module)
         ]
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
+from dta_compile.attributes import attribute_set
 from dta_compile.capture.regions.guards import add_guard, guards_of_hooks
 from dta_compile.capture.regions.repeated_layers import traced_once
 from dta_compile.errors import OptionError, RefusalError
@@ -21,7 +22,6 @@ from dta_compile.integrations.checkpoint_flags import CheckpointFlags
 from dta_compile.integrations.fully_shard import Sharded
 from dta_compile.options import Options
 from dta_compile.passes.symbols import expression, hint
-from dta_compile.passes.tracing import attribute_set
 from dta_compile.torch_compat import frames, wrap_once
 from dta_compile.torch_compat.dynamo import (
     BackendCompilerFailed,
@@ -520,7 +520,7 @@ def graph_break(module: fx.GraphModule) -> str | None:
 
 def _hooked(modules: Iterable[torch.nn.Module], reason: str) -> str:
     """Name the modules with backward hooks, if these are the reason why Dynamo cannot trace a function."""
-    named = {module: name for one in modules for name, module in one.named_modules() if name}
+    named = {module: name for root in modules for name, module in root.named_modules() if name}
     hooked = (f"{named[m]} ({type(m).__name__})" for m in named if m._backward_hooks or m._backward_pre_hooks)
     return f"; backward hooks are on {', '.join(hooked)}" if "backwards hooks" in reason else ""
 

@@ -108,24 +108,24 @@ def without_parameter_writes(module: fx.GraphModule) -> ParameterWrites | None:
     if not any(name_of(node) in IDEMPOTENT for node in all_nodes(module)):
         return None
     inputs = module.graph.find_nodes(op="placeholder")
-    found = _Found({node: (_Parameter(i), True) for i, node in enumerate(inputs) if _is_parameter(node)})
-    parameters = [parameter for parameter, _ in found.whole.values()]
-    found.follow(module)
-    if not found.nodes:
+    writes = _Writes({node: (_Parameter(i), True) for i, node in enumerate(inputs) if _is_parameter(node)})
+    parameters = [parameter for parameter, _ in writes.whole.values()]
+    writes.follow(module)
+    if not writes.nodes:
         return None
     if running():
         raise RefusalError(
             "the model writes to a parameter that FSDP2 shards",
-            where=where(found.nodes[0]),
+            where=where(writes.nodes[0]),
             expected="parameters that are whole between calls",
             got="fully_shard, which drops what a forward pass writes as it frees gathered parameters",
             hint="write outside of the compiled function, after the optimizer's step",
         )
-    writes = {parameter.number: parameter.writes for parameter in parameters if parameter.writes}
-    return ParameterWrites(_without(module, set(found.nodes)), writes)
+    of_parameters = {parameter.number: parameter.writes for parameter in parameters if parameter.writes}
+    return ParameterWrites(_without(module, set(writes.nodes)), of_parameters)
 
 
-class _Found:
+class _Writes:
     """Writes that can run first, found by following a graph and its checkpoints in the order in which they run.
 
     Attributes:

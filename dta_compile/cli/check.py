@@ -314,28 +314,29 @@ def _run(arguments: argparse.Namespace) -> int:
     ranks = arguments.ranks or gpus
     if ranks > MOST_RANKS:
         raise OptionError("bad setting of a trainer", where="GPUs", expected=f"at most {MOST_RANKS}", got=str(ranks))
-    found = [Variant.of("as set", settings, sequences, ranks)]
+    variants = [Variant.of("as set", settings, sequences, ranks)]
     for title, changed in improvements(settings, sequences, ranks):
         better = Variant.of(f"set {title}", changed, sequences, ranks)
-        if found[-1].tokens > GAIN * better.tokens:
-            found.append(better)
+        if variants[-1].tokens > GAIN * better.tokens:
+            variants.append(better)
     tokens, together = sum(map(len, sequences)), tree_of(sequences).num_rows
     if arguments.json:
-        variants = [{**one._asdict(), "steps": len(one.steps), "compression": tokens / one.tokens} for one in found]
+        rows = [{**x._asdict(), "steps": len(x.steps), "compression": tokens / x.tokens} for x in variants]
         figures = {"trainer": settings.trainer, "ranks": ranks, "tokens": tokens, "together": together}
-        write(arguments.json, json.dumps({**figures, "variants": variants}, indent=1) + "\n")
+        write(arguments.json, json.dumps({**figures, "variants": rows}, indent=1) + "\n")
         return 0
     size = f"{len(sequences):,} sequences, {tokens:,} tokens, {together:,} in one tree (C {tokens / together:.2f})"
     print(f"{settings.trainer} on {ranks} rank{'s' * (ranks > 1)}: {size}")
-    for one in found:
-        size = f"{len(one.steps):,} steps of {one.calls:.1f} calls a rank, {one.tokens:,} tokens to run"
-        print(f"{visible(one.title)}: C {tokens / one.tokens:.2f}, {size}, {one.fullest:,} on the fullest rank")
-    if len(found) > 1:
-        print(f"together {found[0].fullest / found[-1].fullest:.2f}x fewer tokens on the fullest rank")
+    for variant in variants:
+        size = f"{len(variant.steps):,} steps of {variant.calls:.1f} calls a rank, {variant.tokens:,} tokens to run"
+        share = f"C {tokens / variant.tokens:.2f}"
+        print(f"{visible(variant.title)}: {share}, {size}, {variant.fullest:,} on the fullest rank")
+    if len(variants) > 1:
+        print(f"together {variants[0].fullest / variants[-1].fullest:.2f}x fewer tokens on the fullest rank")
     else:
         print("nothing that can be set joins more of it")
     if arguments.config:
-        print(_cost(found[-1], sequences, Ranks(ranks, arguments.shard, arguments.optimizer), arguments))
+        print(_cost(variants[-1], sequences, Ranks(ranks, arguments.shard, arguments.optimizer), arguments))
     return 0
 
 

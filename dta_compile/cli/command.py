@@ -1,6 +1,6 @@
-"""The command `dta`: plan a batch of token sequences, split GPUs, or run the demo.
+"""The command `dta`, with its command `plan` and the arguments of `demo`; the others have files of their own.
 
-`dta plan` and `dta split` need only numpy, networkx and rich; torch is imported by `dta demo` and `dta estimate`.
+Only `dta demo` and `dta estimate --calibration` import torch.
 """
 
 from __future__ import annotations

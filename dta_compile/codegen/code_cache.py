@@ -23,7 +23,7 @@ logger = logging.getLogger("dta_compile")
 def keys(sources: Iterable[AnySource]) -> list[str]:
     """Return the cache keys (file names) of these sources, for code that runs in this process."""
     around = functools.cache(environment)  # once per set of device types
-    texts = (f"{generator()} {one!r} {around(frozenset(one.devices))!r}" for one in sources)
+    texts = (f"{generator()} {source!r} {around(frozenset(source.devices))!r}" for source in sources)
     return [hashlib.sha256(text.encode()).hexdigest()[:32] for text in texts]
 
 

@@ -31,6 +31,7 @@ import sympy
 import torch
 from torch import fx
 
+from dta_compile.attributes import attribute_set
 from dta_compile.codegen import wrapper
 from dta_compile.executable.code import AnySource, CppSource, Input, Source, size_symbols
 from dta_compile.executable.pieces import AnyCode, Code, Run
@@ -159,18 +160,15 @@ def _sums_for_any_size(env: ShapeEnv) -> Iterator[None]:
                 return any(size.free_symbols for size in kernel.call_ranges[kernel.reduction_depth :])
             return bool(decide(kernel, reduction_type, dtype, *others, **options))
 
-        CppKernel.need_use_acc_helper = decide_once  # type: ignore[method-assign, assignment]
-        try:
+        with attribute_set(CppKernel, "need_use_acc_helper", decide_once):
             yield
-        finally:
-            CppKernel.need_use_acc_helper = decide  # type: ignore[method-assign]
 
 
 def _compiled(run: Any, serves: str, strides: str, devices: set[str]) -> Compiled:
     """Locate the files of the code that inductor has just loaded."""
     from dta_compile.torch_compat.compiler import PyCodeCache
 
-    module = next(one for one in reversed(PyCodeCache.modules) if getattr(one, "key", None) == run.cache_key)
+    module = next(known for known in reversed(PyCodeCache.modules) if getattr(known, "key", None) == run.cache_key)
     aligned = tuple(run.inputs_to_check)
     if devices != {"cpu"}:  # the whole module is needed to load Triton's kernels
         if run.constants:
@@ -191,7 +189,7 @@ def load(compiled: AnyCompiled) -> AnyCode:
 
     Raises `OSError` or `ImportError` if its files are gone, `ValueError` if other users may have written them.
     """
-    for path in [compiled.path] if isinstance(compiled, CompiledLibrary) else [one[-1] for one in compiled.kernels]:
+    for path in [compiled.path] if isinstance(compiled, CompiledLibrary) else [file for *_, file in compiled.kernels]:
         require_own(pathlib.Path(path))
         require_own(pathlib.Path(path).parent)
     if isinstance(compiled, CompiledLibrary):

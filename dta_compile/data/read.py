@@ -107,5 +107,5 @@ def _rollouts(path: str) -> list[Recorded]:
     ]
 
 
-def _of_file(one: Recorded, file: str) -> Recorded:
-    return one if one.trajectory is None else dataclasses.replace(one, trajectory=f"{file}: {one.trajectory}")
+def _of_file(row: Recorded, file: str) -> Recorded:
+    return row if row.trajectory is None else dataclasses.replace(row, trajectory=f"{file}: {row.trajectory}")

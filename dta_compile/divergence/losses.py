@@ -126,12 +126,7 @@ def find_losses(sequences: Sequence[Recorded], decode: Decode | None = None) -> 
 
 
 def _loss_of(
-    batch: Batch,
-    comparisons: Sequence[Comparison],
-    before: int,
-    name: str,
-    places: int,
-    undone: Callable[[str], bool],
+    batch: Batch, comparisons: Sequence[Comparison], before: int, name: str, places: int, undone: Callable[[str], bool]
 ) -> CauseOfLoss:
     changed = [rewritten.tokens for rewritten in rewrite_all(batch.arrays, comparisons, undone)]
     tree_tokens = PrefixTree.build(changed).num_rows

@@ -261,7 +261,7 @@ class Executable(HasMixers):
 
     def copies_of_written(self, args: Sequence[Any]) -> list[Any]:
         """Return the inputs of a call, with copies of those that it writes to."""
-        positions = {one.input for one in self.written}
+        positions = {written.input for written in self.written}
         return [arg.clone() if i in positions else arg for i, arg in enumerate(args)]
 
     @property

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
+from dta_compile.attributes import attribute_set
 from dta_compile.executable.code import CppSource, Source
 from dta_compile.executable.layers import AttentionLayer, MixerLayer
 from dta_compile.ops.attention import OVER_CHOSEN
@@ -127,14 +128,9 @@ class _Running(threading.local):
 _running = _Running()
 
 
-@contextlib.contextmanager
-def running(codes: Codes) -> Iterator[None]:
+def running(codes: Codes) -> AbstractContextManager[None]:
     """Make the pieces that this thread calls run this code."""
-    before, _running.codes = _running.codes, codes
-    try:
-        yield
-    finally:
-        _running.codes = before
+    return attribute_set(_running, "codes", codes)
 
 
 def running_library(functions: TreeAttention) -> ctypes.CDLL | None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dta_compile.attributes import attribute_set
 from dta_compile.integrations.tracing import traces_for_this_backend
 from dta_compile.torch_compat.autograd import current_backward
 from dta_compile.torch_compat.dynamo import skip_code
@@ -186,21 +187,13 @@ def held() -> Iterator[Callable[[], None]]:
     Yields a function that reduces gradients which autograd did not compute through the outputs of these calls.
     """
     calls: list[Gathered] = []
-    _of_thread.held = calls
-    try:
+    with attribute_set(_of_thread, "held", calls):
         yield functools.partial(_reduce, calls)
-    finally:
-        _of_thread.held = None
 
 
-@contextlib.contextmanager
-def reading_gathered() -> Iterator[None]:
+def reading_gathered() -> contextlib.AbstractContextManager[None]:
     """Run modules on the parameters that calls keep gathered: ranks may do so different numbers of times."""
-    before, _of_thread.reads_gathered = _of_thread.reads_gathered, True
-    try:
-        yield
-    finally:
-        _of_thread.reads_gathered = before
+    return attribute_set(_of_thread, "reads_gathered", True)
 
 
 def bytes_of_running() -> tuple[int, int]:

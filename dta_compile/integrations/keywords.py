@@ -41,11 +41,7 @@ HINTS = {
 
 
 def refuse_unknown(
-    value: torch.Tensor,
-    function: str,
-    given: Mapping[str, Any],
-    known: Collection[str] = (),
-    hint: str = EAGER,
+    value: torch.Tensor, function: str, given: Mapping[str, Any], known: Collection[str] = (), hint: str = EAGER
 ) -> torch.Tensor:
     """Return `value`, on which the result of a function depends, or refuse arguments that the function would ignore.
 

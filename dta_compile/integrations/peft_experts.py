@@ -13,12 +13,7 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 
 from dta_compile.integrations.tracing import in_our_graphs
-from dta_compile.integrations.transformers_experts import (
-    PARAMETERS,
-    LowRank,
-    forward_with_adapters,
-    is_declared,
-)
+from dta_compile.integrations.transformers_experts import PARAMETERS, LowRank, experts_forward, is_declared
 
 __all__: list[str] = []
 
@@ -28,7 +23,7 @@ def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     wrappers = _wrappers(self)
     if kwargs or len(args) != 2 or not _is_understood(wrappers):
         return NotImplemented
-    return forward_with_adapters(wrappers[-1].base_layer, x, *args, _adapters(wrappers))
+    return experts_forward(wrappers[-1].base_layer, x, *args, _adapters(wrappers))
 
 
 def _wrappers(outer: Any) -> list[Any]:

@@ -41,7 +41,11 @@ Adapters = Mapping[str, Sequence[LowRank]]  # by name of the parameter
 
 
 def experts_forward(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    self: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    adapters: Adapters | None = None,
 ) -> torch.Tensor:
     """Compute the experts of `self`, an instance of a transformers class with `use_experts_implementation`.
 
@@ -49,21 +53,12 @@ def experts_forward(
         hidden_states: `[T, D]`.
         top_k_index: `[T, k]` expert ids; slots with an invalid id add nothing.
         top_k_weights: `[T, k]`.
+        adapters: rows are multiplied by one of their factors after the other, not by merged weights.
 
     Returns:
         `[T, D]` in the dtype of `hidden_states`.
     """
-    return forward_with_adapters(self, hidden_states, top_k_index, top_k_weights, {})
-
-
-def forward_with_adapters(
-    self: Any,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    adapters: Adapters,
-) -> torch.Tensor:
-    """Compute experts with adapters: rows are multiplied by one factor after the other, not by merged weights."""
+    adapters = adapters or {}
     if self.config._experts_implementation != "grouped_mm":
         return _forward(self, hidden_states, top_k_index, top_k_weights, adapters)
     # "grouped_mm" computes in the dtype of the weights, even under autocast.
@@ -73,11 +68,7 @@ def forward_with_adapters(
 
 
 def _forward(
-    self: Any,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    adapters: Adapters,
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, adapters: Adapters
 ) -> torch.Tensor:
     up = "gate_up_proj" if self.has_gate else "up_proj"
     rows = _linear(self, up, hidden_states, top_k_index, adapters)

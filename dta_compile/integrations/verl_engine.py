@@ -126,10 +126,10 @@ class DTAEngine(FSDPEngineWithLMHead):
             micro_batch_size_per_gpu=max(len(whole) // group, 1),
             use_fused_kernels=False,
         )
-        found = super().forward_backward_batch(whole, loss_function, forward_only=forward_only)
-        if dealt is not None and found.get("model_output"):
-            found["model_output"] = dealt.to_owners(found["model_output"])
-        return found
+        result = super().forward_backward_batch(whole, loss_function, forward_only=forward_only)
+        if dealt is not None and result.get("model_output"):
+            result["model_output"] = dealt.to_owners(result["model_output"])
+        return result
 
     def _deals(self, data: Any, forward_only: bool) -> bool:
         """Return whether rows may move: not if a loss is normalised over a rank's own, nor with media, which all ranks
@@ -237,8 +237,8 @@ def _without_flash_attention() -> Iterator[None]:
 
     def installed(self: Any, requested: str | None, *args: Any, **kwargs: Any) -> str:
         asks = (requested or "").startswith("flash_attention") and not is_flash_attn_2_available()
-        found: str = chosen(self, "sdpa" if asks else requested, *args, **kwargs)
-        return found
+        implementation: str = chosen(self, "sdpa" if asks else requested, *args, **kwargs)
+        return implementation
 
     with mock.patch.object(PreTrainedModel, "get_correct_attn_implementation", installed):
         yield
@@ -316,12 +316,12 @@ def _groups(of_ranks: Sequence[Sequence[Any]]) -> list[list[int]] | None:
 def _exchanged(values: Sequence[Any], group: Group) -> list[Any]:
     """Send each rank a value; return those that came from each."""
     sent = [pickle.dumps(value) for value in values]
-    sizes = group.gather([len(one) for one in sent])
+    sizes = group.gather([len(message) for message in sent])
     received = [of_rank[group.rank] for of_rank in sizes]
     data = torch.from_numpy(np.frombuffer(b"".join(sent), np.uint8).copy())
-    found = group.all_to_all(data, sizes[group.rank], received).numpy().tobytes()
+    arrived = group.all_to_all(data, sizes[group.rank], received).numpy().tobytes()
     ends = np.cumsum(received)
-    return [pickle.loads(found[end - size : end]) for size, end in zip(received, ends, strict=True)]
+    return [pickle.loads(arrived[end - size : end]) for size, end in zip(received, ends, strict=True)]
 
 
 class Teacher(NamedTuple):
@@ -452,11 +452,11 @@ WITHOUT_EFFECT = {
 
 def _without_kernels(model: Any) -> Any:
     """Return the configuration of a model without the settings that have no effect, and say so once."""
-    found = [name for name in WITHOUT_EFFECT if getattr(model, name, False)]
-    if not found:
+    ineffective = [name for name in WITHOUT_EFFECT if getattr(model, name, False)]
+    if not ineffective:
         return model
     model = copy.copy(model)
-    for name in found:
+    for name in ineffective:
         object.__setattr__(model, name, False)
         if dist.get_rank() == 0:
             logger.warning("dta: model.%s has no effect: %s", name, WITHOUT_EFFECT[name])

@@ -230,7 +230,9 @@ def _implement(mixer: Mixer) -> None:
 
     def backward_fake(layer: int, grad: torch.Tensor, *arguments: Any) -> Any:
         with_gradient = zip(mixer.operands[: operands - len(without_gradient)], arguments, strict=False)
-        return tuple((empty_by_tokens if one.has_tokens else torch.empty_like)(value) for one, value in with_gradient)
+        return tuple(
+            (empty_by_tokens if operand.has_tokens else torch.empty_like)(value) for operand, value in with_gradient
+        )
 
     def save_chunk(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
         ctx.layer, ctx.constants = inputs[0], inputs[1 + operands :]

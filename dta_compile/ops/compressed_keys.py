@@ -72,7 +72,7 @@ def with_compressed(
         read = read & are_chosen(choice, query.shape[2])[..., ends]
     if mask.dtype is not torch.bool:
         read = torch.where(read, mask.new_zeros(()), float("-inf"))
-    both = (torch.cat([one, further[:, :, ends]], 2) for one, further in zip(own, compressed, strict=True))
+    both = (torch.cat([value, further[:, :, ends]], 2) for value, further in zip(own, compressed, strict=True))
     return (query, *both), torch.cat([mask.expand(*read.shape[:-1], query.shape[2]), read], -1)
 
 

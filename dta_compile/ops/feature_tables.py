@@ -6,12 +6,12 @@ are rows of a table. The table is a computed weight, and the row number an integ
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 
+from dta_compile.attributes import attribute_set
 from dta_compile.errors import RuntimeContractError
 from dta_compile.ops.library import define
 
@@ -25,14 +25,9 @@ class _OfThread(threading.local):
 _of_thread = _OfThread()
 
 
-@contextlib.contextmanager
-def part_of_batch() -> Iterator[None]:
+def part_of_batch() -> AbstractContextManager[None]:
     """Allow fewer placeholders than features, as in some rows and columns of a batch (the self-check's small call)."""
-    before, _of_thread.is_part = _of_thread.is_part, True
-    try:
-        yield
-    finally:
-        _of_thread.is_part = before
+    return attribute_set(_of_thread, "is_part", True)
 
 
 def _table_rows(mask: torch.Tensor, rows: torch.Tensor, exact: bool = False) -> torch.Tensor:

@@ -12,7 +12,7 @@ import operator
 import pathlib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -36,12 +36,21 @@ ASSIGNED = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", 
 IN_PLACE = {"setitem", *(f"i{name}" for name in ASSIGNED)}  # functions of `operator` that write to their first argument
 
 
+class Advice(NamedTuple):
+    """What the refusal of a value that mixes tokens says beside the reason; empty: as `NEIGHBOURS` of axes/refusals."""
+
+    hint: str
+    what: str = ""
+    expected: str = ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Mixed:
     """A value whose tokens depend on each other, or cannot be proven not to; `reason` says why."""
 
     reason: str
     node: fx.Node
+    advice: Advice | None = None
 
 
 Value = Layout | Mixed | tuple["Layout | Mixed", ...] | None
@@ -92,6 +101,7 @@ class Program(HasMixers):
     training: bool
     codegen: str = "eager"  # the option; after the pass of this name, what was generated
     own_symbols: bool = False  # traced without duck shaping: equal sizes have different symbols
+    is_rest: bool = False  # the epilogue of another program, over a batch of other sizes
     # lower
     inputs: Sequence[Input] = ()
     module: fx.GraphModule = None
@@ -140,7 +150,7 @@ class Program(HasMixers):
     parts: Sequence[Part] = ()
     # Written by `run_passes`: seconds by pass, and the fields that have been filled.
     timings: dict[str, float] = dataclasses.field(default_factory=dict)
-    filled: Set[str] = frozenset({"captured", "training", "codegen", "own_symbols", "length", "folding"})
+    filled: Set[str] = frozenset({"captured", "training", "codegen", "own_symbols", "is_rest", "length", "folding"})
     # The symbolic number of tokens of a graph that was captured with a constant one, see `lowering.one_length`.
     length: torch.SymInt | None = None
     folding: Folding | None = None

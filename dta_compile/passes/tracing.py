@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import fx
 
+from dta_compile.attributes import attribute_set
 from dta_compile.torch_compat.tensors import FakeTensorMode, enable_python_dispatcher
 from dta_compile.torch_compat.tracing import proxy_tensor, use_lazy_graph_modules
 
@@ -33,14 +33,3 @@ def tracing(mode: FakeTensorMode | None) -> Iterator[None]:
         torch.set_autocast_cache_enabled(False)
         stack.enter_context(attribute_set(proxy_tensor, "_extract_tensor_metadata", lambda value: None))
         yield
-
-
-@contextlib.contextmanager
-def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute for the length of a block."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import reduce
 from typing import NamedTuple
@@ -122,7 +123,7 @@ class OfMachine(NamedTuple):
     cost: CostModel
     chunk_sizes: tuple[int, ...]
     by_stages: tuple[int, tuple[int, ...]] | None = None
-    room: float | None = None
+    room: float = math.inf
     at_zero: tuple[int, ...] = ()
 
 
@@ -141,7 +142,7 @@ class Limits:
         is_asked_for: whether the user set the budget; otherwise it is a share of the free memory.
         by_stages: budget and chunk sizes of a sweep of stages, where they differ.
         room: bytes that values passed between parts may take; above that fewer of them are kept, or the tree is swept
-            group by group. None: any.
+            group by group.
         groups: number of groups of subtrees that ranks which gather parameters together agreed on; 1: as few as fit.
         stride: stride that these ranks agreed on (see `Schedule`); 1: the planner chooses.
         at_zero: chunk sizes of a sweep of stages with a budget of zero, if the user set another; empty: the smallest.
@@ -156,7 +157,7 @@ class Limits:
     parts: tuple[PartBytes, ...] = ()
     is_asked_for: bool = False
     by_stages: tuple[int, tuple[int, ...]] | None = None
-    room: float | None = None
+    room: float = math.inf
     groups: int = 1
     stride: int = 1
     at_zero: tuple[int, ...] = ()
@@ -187,8 +188,8 @@ class Limits:
         budget = min((machine.budget for machine in others if machine.budget is not None), default=None)
         sizes = min((machine.chunk_sizes for machine in others), key=len)
         by_stages = min((machine.by_stages for machine in others if machine.by_stages is not None), default=None)
-        room = min((machine.room for machine in others if machine.room is not None), default=None)
-        agreed = OfMachine(budget, others[0].cost, sizes, by_stages, room, min(machine.at_zero for machine in others))
+        room, at_zero = min(machine.room for machine in others), min(machine.at_zero for machine in others)
+        agreed = OfMachine(budget, others[0].cost, sizes, by_stages, room, at_zero)
         return dataclasses.replace(self, **agreed._asdict())
 
     def unshared(self, shared: PrefixTree, unshared: PrefixTree) -> Limits:

@@ -235,11 +235,7 @@ class LiveBytes(NamedTuple):
 
 
 def bytes_by_op(
-    tree: PrefixTree,
-    schedule: Schedule,
-    footprint: Footprint,
-    head_starts: IntArray | None = None,
-    sums: float = 0.0,
+    tree: PrefixTree, schedule: Schedule, footprint: Footprint, head_starts: IntArray | None = None, sums: float = 0.0
 ) -> Iterator[LiveBytes]:
     """Yield the live bytes during and after every op of a legal schedule.
 

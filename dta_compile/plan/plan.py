@@ -17,7 +17,7 @@ import numpy as np
 from dta_compile.errors import OptionError, PlanError
 from dta_compile.files import write_output
 from dta_compile.options import MOST_BYTES, Options, as_integer
-from dta_compile.plan.choice import choose_lazily
+from dta_compile.plan.choice import Candidates
 from dta_compile.plan.cost import BY_STAGES, Limits, chunk_sizes
 from dta_compile.plan.dealing import LATENCY, NVLINK, deal_out, exchange_seconds, schedule_of
 from dta_compile.plan.division.pieces import Dealing
@@ -232,7 +232,7 @@ def make_plan(
     """
     shared = sequences if isinstance(sequences, PrefixTree) else PrefixTree.build(sequences)
     limits = limits or Limits()
-    chosen, explain = choose_lazily(shared, options, mode, limits)
+    chosen, explain = Candidates(shared, options, mode, limits).choose()
     tree, schedule, simulation = chosen.tree, chosen.schedule, chosen.simulation
     check(tree, schedule, limits.footprint.has_states)
     head_starts = limits.head_starts

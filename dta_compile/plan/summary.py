@@ -138,7 +138,7 @@ def summarize(
     dealing: Dealing | None = None,
     rank: int = 0,
 ) -> str:
-    """Format counts, strategy and reason, ops by kind and peaks in at most 24 lines of 100 columns."""
+    """Format counts, strategy and reason, ops by kind and peaks in rows of at most two lines of 100 columns."""
     kinds = Counter(type(op).__name__.lower() for op in schedule.ops)
     of, once = ("the tree", stats.tree_tokens) if dealing is None else ("the rank's", dealing.tokens[rank])
     again = stats.tokens_forwarded_twice / max(once, 1)

@@ -479,18 +479,12 @@ class _PieceReplay(_Replay):
             self.fail("backward consumes the graph of exactly its chunk", f"a graph of {chunk}", self.graphs_text())
         if not self.attached.all():
             self.fail("backward comes after the attach of all sequences", "attach first", "not attached")
-        later = [str(piece) for piece in self.crossed if self.pieces[piece] > number and not self._is_done(piece)]
-        if later:
-            self.fail(
-                "a piece waits for the gradients that later rounds have for its states",
-                "their backward first",
-                later[0],
-            )
+        for piece in self.crossed:
+            if self.pieces[piece] > number and not self.finished[self.checked[piece][0]].all():
+                what = "a piece waits for the gradients that later rounds have for its states"
+                self.fail(what, "their backward first", str(piece))
         self.finished[rows] = True
         self.graph[rows] = -1
-
-    def _is_done(self, chunk: Chunk) -> bool:
-        return bool(self.finished[self.checked[chunk][0]].all())
 
     def pop(self, part: Slice) -> None:
         self.fail("states above a piece are exchanged, not kept on a stack", "anchor, forward, backward", "pop")

@@ -144,7 +144,7 @@ def _compared_values(term: Term, terms: Terms) -> Iterator[tuple[Apply, Term]]:
 
 
 def _divides(part: Term) -> bool:
-    return isinstance(part, Apply) and part.name in ("remainder", "floor_divide", "fmod", "div")
+    return isinstance(part, Apply) and part.name in DIVISIONS
 
 
 def _is_number_of(value: Term) -> bool:

@@ -420,13 +420,13 @@ def dense_frontier(call: PlannedCall) -> list[torch.Tensor | None]:
 
 def _stretches(call: PlannedCall, parts: int) -> list[tuple[Stretch | None, int]]:
     """Return by part its stretch, if that has several parts, and the part that runs after its backward."""
-    found: list[tuple[Stretch | None, int]] = []
+    by_part: list[tuple[Stretch | None, int]] = []
     before = range(-1, 0)
     for numbers in call.plan.schedule.stretches(parts):
         stretch = Stretch(numbers) if len(numbers) > 1 else None
-        found += [(stretch, number - 1 if number > numbers[0] else before[0]) for number in numbers]
+        by_part += [(stretch, number - 1 if number > numbers[0] else before[0]) for number in numbers]
         before = numbers
-    return found
+    return by_part
 
 
 def forward_half(

@@ -7,11 +7,7 @@ from dta_compile.torch_compat import needed_for
 with needed_for("tensors without values"):
     from torch._dispatch.python import enable_python_dispatcher
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-    from torch._subclasses.functional_tensor import (
-        FunctionalTensor,
-        FunctionalTensorMode,
-        mb_unwrap_functional_tensor,
-    )
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, mb_unwrap_functional_tensor
 
 with needed_for("tensors that stand for a result"):
     from torch._C import DisableTorchFunction

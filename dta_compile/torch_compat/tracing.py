@@ -9,13 +9,7 @@ with needed_for("tracing graphs of operators"):
     from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
     from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_modules
     from torch.fx.experimental import proxy_tensor
-    from torch.fx.experimental.proxy_tensor import (
-        get_proxy_mode,
-        get_proxy_slot,
-        make_fx,
-        snapshot_fake,
-        track_tensor,
-    )
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, snapshot_fake, track_tensor
     from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 
 with needed_for("records in torch's own trace of a compilation"):

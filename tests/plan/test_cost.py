@@ -21,7 +21,7 @@ from dta_compile.plan import (
     simulate,
     verify,
 )
-from dta_compile.plan.choice import CANDIDATES, choose_lazily
+from dta_compile.plan.choice import STRATEGIES, Candidates
 from dta_compile.plan.interpret import chunk_work
 from dta_compile.plan.schedule import MODES
 
@@ -33,7 +33,7 @@ LAUNCHES_ONLY = CostModel(Rates(1, 0, 0, 0, 0), Rates(1, 0, 0, 0, 0), restore=0,
 
 def choose(*arguments):
     """Return tree and schedule that are chosen, and the reason."""
-    best, reason = choose_lazily(*arguments)
+    best, reason = Candidates(*arguments).choose()
     return best.tree, best.schedule, reason()
 
 
@@ -57,7 +57,7 @@ def test_auto_takes_the_cheapest_candidate_the_first_of_equals(batches, data):
     limits = Limits(budget, Footprint(kv_token=0.2), cost)
     _, schedule, reason = choose(tree, Options(chunk_size=chunk_size), mode, limits)
     seconds = {}
-    for strategy in CANDIDATES:
+    for strategy in STRATEGIES:
         asked = Options(strategy=strategy, chunk_size=chunk_size)
         run, candidate, why = choose(tree, asked, mode, limits)
         assert why == "asked for"
@@ -147,7 +147,7 @@ def test_a_budget_that_is_asked_for_bounds_the_peak_and_costs_no_time(sweep, str
     def choice(budget, cost):
         sizes = (4, 8, 64) if budget else (4,)  # more are allowed
         known = {"sums": 1000, "parts": (LAYER,) * 10, "is_asked_for": True, "chunk_sizes": sizes}
-        return choose_lazily(TWICE_SHARED, options, "transparent", Limits(budget, WHOLE, cost, **known))[0]
+        return Candidates(TWICE_SHARED, options, "transparent", Limits(budget, WHOLE, cost, **known)).choose()[0]
 
     for cost in (TOKENS_ONLY, LAUNCHES_ONLY):
         nothing = choice(0, cost)

@@ -1,6 +1,7 @@
 """Methods that make features run once per distinct image, with the values and gradients of all images together."""
 
 import dataclasses
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -80,9 +81,11 @@ def test_images_differ_by_one_bit_and_by_grid():
     ("model", "why"),
     [
         (lambda: Model(lambda x: x - x.mean(0)), "of an image alone"),
+        (lambda: Model(lambda x: torch.cat([x - x.mean(0), x.sign() / 0], -1)), "of an image alone"),
         (lambda: Model(layer=nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()), "batch norm"),
         (lambda: Model(layer=nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)).double()), "random"),
         (lambda: (model := Model(lambda x: x * (np.random.rand() if model.training else 1))), "random"),
+        (lambda: (model := Model(lambda x: x * 0 if model.training and random.random() > 2 else x)), "random"),
     ],
 )
 def test_images_that_depend_on_more_than_themselves_are_refused(model, why):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops import associative_scan
 
 import dta_compile
 from dta_compile.errors import RefusalError
@@ -126,6 +127,25 @@ def cumulative_sum(block, x, q, k, v):
     return x.cumsum(1)
 
 
+def scan(block, x, q, k, v):
+    return associative_scan(lambda one, other: one + other, x, 1, combine_mode="generic")
+
+
+def mean_of_earlier(block, x, q, k, v):
+    weights = triangle(x).float()
+    return (weights / weights.sum(-1, keepdim=True)) @ x
+
+
+def sigmoid_of_scores(block, x, q, k, v):
+    return (q @ k.mT).sigmoid().masked_fill(~triangle(x), 0) @ v
+
+
+def first_token_written(block, x, q, k, v):
+    x = x * 1.5
+    x[:, 0] = 0
+    return x
+
+
 def batch_norm(block, x, q, k, v):
     return block.batch_norm(x.transpose(1, 2)).transpose(1, 2)
 
@@ -211,6 +231,10 @@ def clipped_gradient(block, x, q, k, v):
         (prefix_lm, "lets tokens attend to later ones"),
         (convolution, "it convolves along the token axis"),
         (cumulative_sum, "a recurrence over tokens runs over the tree if it calls dta_compile.linear_recurrence"),
+        (scan, "linear_recurrence(x, x.new_ones(()))"),
+        (mean_of_earlier, "linear_recurrence(x, x.new_ones(())) / torch.arange(1, x.shape[1] + 1)[:, None]"),
+        (sigmoid_of_scores, "attention is written out with another function of scores than a softmax"),
+        (first_token_written, "torch.where((torch.arange(x.shape[1]) == 0)[:, None], 0, x)"),
         (batch_norm, "batch norm takes its statistics of all tokens"),
         (scale_of_the_tensor, "a largest entry over all tokens, such as the scale of a tensor in float8"),
         (mean_pool, "it sums along the token axis"),
@@ -235,6 +259,16 @@ def test_refusals_name_the_cause_and_the_users_line(change, message):
     assert message in str(error)
     assert "test_refusals.py" in error.where
     assert error.expected or error.hint
+
+
+def test_what_refusals_advise_runs():
+    def advised(block, x, q, k, v):
+        mean = dta_compile.linear_recurrence(x, x.new_ones(())) / torch.arange(1, x.shape[1] + 1)[:, None]
+        return mean + torch.where((torch.arange(x.shape[1]) == 0)[:, None], 0, x)
+
+    torch._dynamo.reset()
+    model, ids = Model(advised), torch.randint(0, VOCABULARY, (3, 9))
+    torch.testing.assert_close(torch.compile(model, backend="dta")(ids), model(ids))
 
 
 def test_without_gradients_nothing_is_written_behind_autograds_back():

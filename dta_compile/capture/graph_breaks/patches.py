@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from dta_compile.attributes import attribute_set
 from dta_compile.capture import dynamo
 from dta_compile.capture.graph_breaks import hit_loops, selected_branches
-from dta_compile.passes.tracing import attribute_set
 from dta_compile.torch_compat import frames, wrap_once
 from dta_compile.torch_compat.autograd import get_inplace_requires_grad_allowed, set_inplace_requires_grad_allowed
 from dta_compile.torch_compat.dynamo import (
@@ -189,7 +189,7 @@ def _tracing_item(method: Callable[..., Any]) -> Callable[..., Any]:
 def _is_asserted(translator: Any) -> bool:
     """Return whether a number on the stack is compared next, and the result asserted."""
     following = translator.instructions[translator.instruction_pointer :]
-    names = [one.opname for one in following[:12]]
+    names = [instruction.opname for instruction in following[:12]]
     while names and names[0] in COMPARING:
         names.pop(0)
     return len(names) > 1 and names[0].startswith("POP_JUMP") and names[1] == "LOAD_ASSERTION_ERROR"

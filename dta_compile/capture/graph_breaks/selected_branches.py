@@ -124,8 +124,8 @@ def _at_jump(translator: Any, jump: Any) -> None:
     condition = translator.stack[-1].as_proxy().node
     if (is_true := selections.known(condition)) is not None:
         translator.stack[-1] = ConstantVariable.create(is_true)
-    elif (found := selections.emptiness(condition)) is not None:
-        selection, is_true = found  # and whether the condition is true if something is selected
+    elif (emptiness := selections.emptiness(condition)) is not None:
+        selection, is_true = emptiness  # and whether the condition is true if something is selected
         question = questions.asked(translator, condition)
         if question is not None and question.answer != is_true:
             return  # nothing is selected in this call: what the branch does then may not even be defined

@@ -84,7 +84,7 @@ def selection_of(node: fx.Node) -> Hashable:
     if name == "getitem":
         index = node.args[1]
         parts = [part for part in (index if isinstance(index, tuple) else (index,)) if isinstance(part, fx.Node)]
-        chosen = next((one for one in map(selection_of, parts) if one is not None), None)
+        chosen = next((part for part in map(selection_of, parts) if part is not None), None)
         return selection_of(source) if chosen is None and not parts else chosen
     return (
         selection_of(source) if name in AS_MANY and not is_boolean(source) else None
@@ -225,14 +225,14 @@ def _one_hot(node: fx.Node) -> tuple[fx.Node, int] | None:
         return source, rank - 1
     if name not in ("permute", "transpose", "bool", "int", "long", "contiguous", "detach", "clone") or node.kwargs:
         return None
-    found = _one_hot(source)
-    if found is None or name not in ("permute", "transpose"):
-        return found
+    of_source = _one_hot(source)
+    if of_source is None or name not in ("permute", "transpose"):
+        return of_source
     dims = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
     if name == "transpose":
         a, b = (dim % rank for dim in dims)
         dims = [{a: b, b: a}.get(dim, dim) for dim in range(rank)]
-    return found[0], [dim % rank for dim in dims].index(found[1])
+    return of_source[0], [dim % rank for dim in dims].index(of_source[1])
 
 
 def _bound(node: fx.Node) -> int | None:
@@ -266,7 +266,7 @@ def _is_one(shape: Iterable[Any]) -> bool:
 def is_written(node: fx.Node) -> bool:
     """Return whether anything writes to the memory of a value."""
     own = memory(node)
-    while (base := next((one for one in node.all_input_nodes if memory(one) & own), None)) is not None:
+    while (base := next((arg for arg in node.all_input_nodes if memory(arg) & own), None)) is not None:
         node = base
     pending, seen = [node], set[fx.Node]()
     while pending:

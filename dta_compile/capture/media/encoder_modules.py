@@ -69,9 +69,9 @@ def _with_modules(run: Callable[[Any], None]) -> Callable[[Any], None]:
         if frames.is_ours(self.output.compiler_fn):
             parts: list[Any] = [part for module in modules_at_hand(self) for part in module.modules()]
             kinds: dict[Any, Any] = {part: type(part) for part in parts}
-            found = {part: kind for part, kind in kinds.items() if _takes_tokens(kind)}
-            for part, kind in found.items():
-                if not any(other is not part and other in found for other in part.modules()):
+            taking = {part: kind for part, kind in kinds.items() if _takes_tokens(kind)}
+            for part, kind in taking.items():
+                if not any(other is not part and other in taking for other in part.modules()):
                     wrap_once(kind, "forward", _putting)
         run(self)
 

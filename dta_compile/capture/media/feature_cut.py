@@ -91,12 +91,7 @@ class Cut:
         return module, copies
 
     def _read_table(
-        self,
-        graph: fx.Graph,
-        insertion: Insertion,
-        copies: Mapping[fx.Node, fx.Node],
-        table: fx.Node,
-        rows: fx.Node,
+        self, graph: fx.Graph, insertion: Insertion, copies: Mapping[fx.Node, fx.Node], table: fx.Node, rows: fx.Node
     ) -> None:
         node = copies[insertion.node]
         name = name_of(node)

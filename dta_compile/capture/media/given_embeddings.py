@@ -93,8 +93,8 @@ def with_given_embeddings(
     """
     needed = ancestors(mixing)
     placeholders = list(module.graph.find_nodes(op="placeholder"))
-    found = [(i, node) for i, node in enumerate(placeholders) if node in needed and _is_given(node, counting)]
-    if not found or not torch.is_grad_enabled() or resumes_after_a_break() or given_up():
+    given = [(i, node) for i, node in enumerate(placeholders) if node in needed and _is_given(node, counting)]
+    if not given or not torch.is_grad_enabled() or resumes_after_a_break() or given_up():
         return None
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -102,7 +102,7 @@ def with_given_embeddings(
     result = fx.GraphModule(module, graph)
     result.meta = module.meta
     inputs = []
-    for i, node in found:
+    for i, node in given:
         value = node.meta["example_value"]
         counted = 1 if value.dim() == 2 and not _counts(value.shape[1], counting) else min(value.dim(), 2)
         features = [*map(int, value.shape[counted:])]

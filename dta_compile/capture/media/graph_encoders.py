@@ -151,11 +151,11 @@ class EncodedMedia:
                         kept[key] = encoder.bytes_each(args)
                     bytes_each = kept[key]
                     most = default_budget(media[0].device) if budget is None else budget
-                found = encoder.encode(args, encoder not in proven, bytes_each, most)
-                if found.is_proof:
+                encoded = encoder.encode(args, encoder not in proven, bytes_each, most)
+                if encoded.is_proof:
                     proven.add(encoder)
-                made |= zip(encoder.tables, zip(found.tables, found.rows, strict=True), strict=True)
-                notes.append((found.note, found.kept_bytes, found.groups))
+                made |= zip(encoder.tables, zip(encoded.tables, encoded.rows, strict=True), strict=True)
+                notes.append((encoded.note, encoded.kept_bytes, encoded.groups))
             results = run(*args, *(value for number in sorted(made) for value in made[number]))
             for values in notes:
                 note(*values)

@@ -142,11 +142,7 @@ def _compressed(compressor: Any, hidden_states: torch.Tensor, real: torch.Tensor
 
 
 def _chosen(
-    indexer: Any,
-    hidden_states: torch.Tensor,
-    residual: torch.Tensor,
-    position_ids: torch.Tensor,
-    real: torch.Tensor,
+    indexer: Any, hidden_states: torch.Tensor, residual: torch.Tensor, position_ids: torch.Tensor, real: torch.Tensor
 ) -> torch.Tensor:
     """Return the choice of compressed keys `[B, 1, S, count]` that `DeepseekV4Indexer.forward` makes."""
     scorer, (batch, tokens, _) = indexer.scorer, hidden_states.shape

@@ -62,7 +62,7 @@ def chosen_tokens(
 
     operands = (query.float(), torch.ones_like(query[..., :1].float()), pooled.float())
     how = Choosing(self.block_topk + 1, size, True, False, False, size)
-    choice = CHOOSE_KEYS_CALL(*(one.detach() for one in operands), None, True, real, 0, 1.0, 0.0, *how, None)
+    choice = CHOOSE_KEYS_CALL(*(operand.detach() for operand in operands), None, True, real, 0, 1.0, 0.0, *how, None)
     return CHOSEN(choice, (tokens + size - 1) // size)[..., columns // size]
 
 

@@ -105,8 +105,8 @@ def expert_sum(
 def _biases(bias: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
     """Gather biases `[*expert, O]`; zeros at slots without an expert."""
     known = (expert >= 0) & (expert < bias.shape[0])
-    found = torch.nn.functional.embedding(torch.where(known, expert, 0), bias)
-    return torch.where(known[..., None], found, 0)
+    biases = torch.nn.functional.embedding(torch.where(known, expert, 0), bias)
+    return torch.where(known[..., None], biases, 0)
 
 
 def _require_sizes(
@@ -198,8 +198,8 @@ def _of_weight(
     grad: torch.Tensor, rows: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, transposed: bool
 ) -> torch.Tensor:
     sides = (rows, grad) if transposed else (grad, rows)
-    found: torch.Tensor = EXPERT_PRODUCTS(*sides, expert, weight.shape[0])
-    return found
+    products: torch.Tensor = EXPERT_PRODUCTS(*sides, expert, weight.shape[0])
+    return products
 
 
 def _products_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

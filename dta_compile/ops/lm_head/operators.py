@@ -75,7 +75,7 @@ OPERATORS = (LINEAR_LOG_PROB, LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD
 
 
 class Head(NamedTuple):
-    """The first arguments of all three operators; like in the classes below, tensors or FX nodes."""
+    """The first arguments of every operator here; like in the classes below, tensors or FX nodes."""
 
     hidden: Any
     weight: Any
@@ -244,15 +244,15 @@ def _cross_backward(ctx: Any, of_mean: torch.Tensor, *_: Any) -> Any:
     *operands, mean, log_sum, largest, other_log_sum, other_largest = ctx.saved_tensors
     first, second = operands[:6], operands[6:]
     statistics, others = (log_sum, largest), (other_log_sum, other_largest)
-    found: list[torch.Tensor | None] = []
+    of_heads: list[torch.Tensor | None] = []
     for is_weight, heads in ((True, (*first, *second)), (False, (*second, *first))):
         wanted = list(ctx.needs_input_grad[:3] if is_weight else ctx.needs_input_grad[6:9])
-        of_heads = (*statistics, *others) if is_weight else (*others, *statistics)
+        of_both = (*statistics, *others) if is_weight else (*others, *statistics)
         grads = [None] * 3
         if any(wanted):
-            grads = LINEAR_CROSS_BACKWARD(*heads, mean, *of_heads, of_mean, ctx.is_ratio, is_weight, wanted)
-        found += [*(grad if want else None for grad, want in zip(grads, wanted, strict=True)), *[None] * 3]
-    return (*found, None, None)
+            grads = LINEAR_CROSS_BACKWARD(*heads, mean, *of_both, of_mean, ctx.is_ratio, is_weight, wanted)
+        of_heads += [*(grad if want else None for grad, want in zip(grads, wanted, strict=True)), *[None] * 3]
+    return (*of_heads, None, None)
 
 
 torch.library.register_autograd("dta::linear_cross", _cross_backward, setup_context=_save_cross, lib=LIBRARY)

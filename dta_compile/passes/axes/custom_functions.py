@@ -14,12 +14,13 @@ import sympy
 import torch
 from torch import fx
 
+from dta_compile.attributes import attribute_set
 from dta_compile.ops.autograd_function import AutogradFunctionCall, custom_function
 from dta_compile.passes.axes.tokenwise_operators import pointwise, rule_for
 from dta_compile.passes.graphs.operators import SAME_ENTRIES, aten
 from dta_compile.passes.program import Program, name_of, tensors_of
 from dta_compile.passes.symbols import SYMBOLIC, expression
-from dta_compile.passes.tracing import attribute_set, tracing
+from dta_compile.passes.tracing import tracing
 from dta_compile.torch_compat.tensors import TorchDispatchMode, pytree
 
 Shape = tuple[sympy.Expr, ...]

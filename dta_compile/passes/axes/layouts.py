@@ -12,7 +12,9 @@ from torch import fx
 
 from dta_compile.executable.layouts import Axis, Flat, Frame, Layout
 from dta_compile.ops.mixer import MIXERS
+from dta_compile.passes.axes.refusals import ROWS, SCORES
 from dta_compile.passes.graphs.nodes import is_uniform
+from dta_compile.passes.program import Advice
 from dta_compile.passes.symbols import hint, sizes
 
 Rule = Callable[[fx.Node, "Arguments"], "Layout | tuple[Layout, ...]"]
@@ -20,6 +22,10 @@ Rule = Callable[[fx.Node, "Arguments"], "Layout | tuple[Layout, ...]"]
 
 class MixesTokens(Exception):
     """Raised by a token rule whose operator makes a token's value depend on other tokens or other sequences."""
+
+    def __init__(self, reason: str, advice: Advice | None = None) -> None:
+        super().__init__(reason)
+        self.advice = advice
 
 
 class Arguments:
@@ -123,19 +129,21 @@ def single_token_axis(layout: Layout) -> Layout:
     """Return the layout; raise `MixesTokens` if two dimensions run over tokens, or two over sequences."""
     axes = [axis for axis in layout.dims if axis is not None]
     if sum(axis.is_over_tokens for axis in axes) > 1:
-        raise MixesTokens("it compares every token with every other")
+        raise MixesTokens("it compares every token with every other", SCORES)
     if sum(axis.is_over_sequences for axis in axes) > 1:
-        raise MixesTokens("it compares every sequence with every other")
+        raise MixesTokens("it compares every sequence with every other", ROWS)
     return layout
 
 
-def require_feature(layout: Layout, dim: int, what: str) -> int:
-    """Return `dim` as a non-negative number; raise `MixesTokens` unless it is a feature dimension."""
+def require_feature(layout: Layout, dim: int, what: str, advice: Advice | None = None) -> int:
+    """Return `dim` as a non-negative number; raise `MixesTokens`, with advice for tokens, unless it is of features."""
     dim = dim % max(len(layout.dims), 1)
     axis = layout.dims[dim] if layout.dims else None
-    if axis is not None:
-        raise MixesTokens(f"it {what} along the {'token' if axis.is_over_tokens else 'batch'} axis")
-    return dim
+    if axis is None:
+        return dim
+    if axis.is_over_tokens:
+        raise MixesTokens(f"it {what} along the token axis", advice)
+    raise MixesTokens(f"it {what} along the batch axis", ROWS)
 
 
 def is_tensor(node: Any) -> bool:

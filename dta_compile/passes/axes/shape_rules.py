@@ -10,6 +10,7 @@ from torch import fx
 
 from dta_compile.executable.layouts import Axis, Flat, Frame, Layout, flat
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens, broadcast, require_feature, unify_frames
+from dta_compile.passes.axes.refusals import OTHER_TOKENS, RECURRENCE, STREAMS, WRITES
 from dta_compile.passes.graphs.arguments import argument, dim_of, operand_dims
 from dta_compile.passes.graphs.operators import RESHAPES, SQUEEZES, aten
 from dta_compile.passes.program import has_tensor
@@ -169,13 +170,21 @@ def slice_(node: fx.Node, arguments: Arguments) -> Layout:
         return layout
     step, axis = argument(node, "step"), "token" if layout.dims[dim] is Axis.TOKEN else "batch"
     if step not in (None, 1):
-        raise MixesTokens(f"it takes every {step}th entry of the {axis} axis")
+        raise MixesTokens(f"it takes one in {step} entries of the {axis} axis", OTHER_TOKENS)
     if axis == "batch" or layout.frame is None or layout.frame.start is None:
         raise MixesTokens(f"it slices the {axis} axis")
     start = argument(node, "start") or 0
     start = value_of(start)
     first = expression(start) + (before[dim] if start < 0 else 0)  # comparing a symbolic start adds a guard
     return Layout(layout.dims, Frame(sympy.simplify(layout.frame.start + first), after[dim]))
+
+
+def select(node: fx.Node, arguments: Arguments) -> Layout:
+    """Rule for `select` of an entry of a feature dimension, which it drops."""
+    layout = arguments[node.args[0]]
+    written = (reader for user in node.users for reader in user.users if reader.target is aten.select_scatter.default)
+    dim = require_feature(layout, argument(node, "dim"), "selects one entry", WRITES if any(written) else OTHER_TOKENS)
+    return Layout((*layout.dims[:dim], *layout.dims[dim + 1 :]), layout.frame)
 
 
 def cat(node: fx.Node, arguments: Arguments) -> Layout:
@@ -214,7 +223,7 @@ def split(node: fx.Node, arguments: Arguments) -> tuple[Layout, ...]:
     """Rule for `split` and `unbind` of a feature dimension; `unbind` drops it."""
     layout = arguments[node.args[0]]
     is_unbind = node.target is aten.unbind.int
-    dim = require_feature(layout, argument(node, "dim"), "splits")
+    dim = require_feature(layout, argument(node, "dim"), "splits", RECURRENCE if is_unbind else STREAMS)
     if is_unbind:
         layout = Layout(layout.dims[:dim] + layout.dims[dim + 1 :], layout.frame)
     return (layout,) * len(node.meta["val"])
@@ -223,7 +232,7 @@ def split(node: fx.Node, arguments: Arguments) -> tuple[Layout, ...]:
 def written_slice(node: fx.Node, arguments: Arguments) -> Layout:
     """Rule for `slice_scatter` and `select_scatter` along a feature dimension (`x[..., a:b] = y`, functionalised)."""
     layout, part = arguments[node.args[0]], arguments[node.args[1]]
-    dim = require_feature(layout, argument(node, "dim"), "writes a part")
+    dim = require_feature(layout, argument(node, "dim"), "writes a part", WRITES)
     others = layout.dims if node.target is aten.slice_scatter.default else (*layout.dims[:dim], *layout.dims[dim + 1 :])
     if part.dims != others:
         raise MixesTokens("it writes a part that lies differently along the batch and token axes")

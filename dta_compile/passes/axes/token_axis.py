@@ -19,13 +19,14 @@ from dta_compile.errors import RefusalError
 from dta_compile.executable.layouts import Axis, Flat, Frame, Input, InputKind, Layout
 from dta_compile.ops.autograd_function import custom_function
 from dta_compile.ops.mixer import MIXERS
+from dta_compile.passes.axes import refusals
 from dta_compile.passes.axes.custom_functions import mark_custom_functions
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule, batch_and_tokens, mixer_calls
 from dta_compile.passes.axes.position_tables import index_position_tables
 from dta_compile.passes.axes.shape_rules import FLATTENED
 from dta_compile.passes.axes.tokenwise_operators import pointwise, rule_for
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.graphs.operators import aten
+from dta_compile.passes.graphs.operators import MATRIX_PRODUCTS, aten
 from dta_compile.passes.program import (
     AmbiguousAxes,
     GraphWithoutAttention,
@@ -39,11 +40,9 @@ from dta_compile.passes.program import (
 )
 from dta_compile.passes.symbols import expression, sizes
 
-LEARNED_PROMPT = "as for a learned prompt among the tokens"  # in the reason of a value
-
 
 @contract(
-    reads=["inputs", "placeholders", "draws", "asserted"],
+    reads=["is_rest", "inputs", "placeholders", "draws", "asserted"],
     fills=["batch", "tokens", "values", "input_layouts", "parameter_dependent", "roots", "other_batches"],
     rewrites=["module"],
 )
@@ -156,7 +155,8 @@ def _of_input(program: Program, node: fx.Node, spec: Input) -> Value:
     if spec.kind is InputKind.PARAMETER:
         return _without_labels(node.meta["val"].dim())
     if spec.kind is InputKind.DIFFERENTIABLE_DATA:
-        return Mixed(f"the input {spec.name} requires a gradient", node)
+        advice = refusals.FURTHER_LAYERS if program.is_rest else refusals.GIVEN_VALUES
+        return Mixed(f"the input {spec.name} requires a gradient", node, advice)
     return layout_by_shape(program, node)
 
 
@@ -241,19 +241,24 @@ def apply_rule(program: Program, node: fx.Node, values: Mapping[fx.Node, Value],
     function = custom_function(node)
     rule = pointwise if function is not None and function.is_pointwise else rule_for(node.target)
     if function is not None and not function.is_pointwise:
-        return Mixed(f"{node.target}: {function.reason}", node)
+        advice = refusals.POINTWISE_FUNCTION if function.is_linear else refusals.LINEAR_BACKWARD
+        return Mixed(f"{node.target}: {function.reason}", node, advice)
     if rule is None:
-        return Mixed(f"{node.target} has no token-wise rule", node)
+        return Mixed(f"{node.target} has no token-wise rule", node, refusals.without_rule(node))
     arguments = Arguments(layouts, dense=lambda arg: arg not in program.parameter_dependent)
     try:
         value = rule(node, arguments)
     except MixesTokens as error:
-        return Mixed(f"{node.target}: {error}", node)
+        return Mixed(f"{node.target}: {error}", node, error.advice)
     if adopted is None:
         return value
     adopted.update({(node, arg): layout for arg, layout in arguments.adopted.items()})
-    reason = _contradiction(program, node, value) or _rows_of_no_token(rule, arguments, value)
-    return Mixed(f"{node.target}: {reason}", node) if reason else value
+    if (reason := _contradiction(program, node, value)) is not None:
+        return Mixed(f"{node.target}: {reason}", node)
+    if (reason := _rows_of_no_token(rule, arguments, value)) is not None:
+        is_product = node.target in MATRIX_PRODUCTS
+        return Mixed(f"{node.target}: {reason}", node, refusals.ROW_WEIGHTS if is_product else None)
+    return value
 
 
 def _contradiction(program: Program, node: fx.Node, value: Value) -> str | None:
@@ -311,9 +316,10 @@ def _without_axes(program: Program, node: fx.Node) -> Value:
     shaped = layout_by_shape(program, node)
     function = custom_function(node)
     if node in program.parameter_dependent and function is not None and not function.is_linear:
-        return Mixed(f"{node.target}: {function.reason}", node)
+        return Mixed(f"{node.target}: {function.reason}", node, refusals.LINEAR_BACKWARD)
     if node in program.parameter_dependent and is_labelled(shaped):
-        return Mixed(f"{node.target} gives a weight a batch or token axis, {LEARNED_PROMPT}", node)
+        reason = f"{node.target} gives a weight a batch or token axis, as for a learned prompt among the tokens"
+        return Mixed(reason, node, refusals.LEARNED_PROMPT)
     return shaped
 
 
@@ -332,7 +338,7 @@ def layout_by_shape(program: Program, node: fx.Node) -> Value:
     frame = next((frame for axis, frame in axes if frame is not None), None)
     if sum(axis is not None and axis.is_over_tokens for axis in dims) > 1:
         used = next(iter(node.users), node) if node.op == "placeholder" else node  # an input has no line of its own
-        return Mixed(f"{node.name} has two token axes: sizes {value.shape}", used)
+        return Mixed(f"{node.name} has two token axes: sizes {value.shape}", used, refusals.MATRIX_OF_TOKENS)
     return Layout(dims, frame)
 
 

@@ -28,6 +28,7 @@ from dta_compile.passes.axes.layouts import (
     single_token_axis,
     unify_frames,
 )
+from dta_compile.passes.axes.refusals import COUNTED, LARGEST, RECURRENCE, SELECTED, SPARSE
 from dta_compile.passes.graphs.arguments import argument
 from dta_compile.passes.graphs.operators import (
     CASTS,
@@ -40,6 +41,7 @@ from dta_compile.passes.graphs.operators import (
     aten,
     is_tagged_pointwise,
 )
+from dta_compile.passes.program import Advice
 from dta_compile.passes.symbols import sizes
 from dta_compile.torch_compat.operators import OpOverload
 
@@ -58,10 +60,10 @@ def _of_results(node: fx.Node, layout: Layout) -> Layout | tuple[Layout, ...]:
     return (layout,) * len(results) if isinstance(results, (tuple, list)) else layout
 
 
-def along_features(what: str, *dims: int, drops: bool = False) -> Rule:
+def along_features(what: str, *dims: int, drops: bool = False, advice: Advice | None = None) -> Rule:
     """Return the rule for an operator along `dims`, or along those of its argument `dim`, which must be features.
 
-    They are dropped if it `drops` them, or has an argument `keepdim` that is false.
+    They are dropped if it `drops` them, or has an argument `keepdim` that is false. `advice`: if they are of tokens.
     """
 
     def rule(node: fx.Node, arguments: Arguments) -> Layout | tuple[Layout, ...]:
@@ -69,7 +71,8 @@ def along_features(what: str, *dims: int, drops: bool = False) -> Rule:
         chosen = dims or argument(node, "dims") or argument(node, "dim")
         if chosen is None or chosen == []:
             chosen = range(len(layout.dims))
-        dropped = {require_feature(layout, dim, what) for dim in ([chosen] if isinstance(chosen, int) else chosen)}
+        chosen = [chosen] if isinstance(chosen, int) else chosen
+        dropped = {require_feature(layout, dim, what, advice) for dim in chosen}
         if drops or argument(node, "keepdim") is False:
             layout = Layout(tuple(axis for i, axis in enumerate(layout.dims) if i not in dropped), layout.frame)
         return _of_results(node, layout)
@@ -98,9 +101,11 @@ def embedding(node: fx.Node, arguments: Arguments) -> Layout:
     if table.labelled:
         raise MixesTokens("it looks up rows of a table that is itself computed per token")
     if node.target is not EMBEDDING_PART and argument(node, "scale_grad_by_freq"):
-        raise MixesTokens("with scale_grad_by_freq, its gradient is divided by how often tokens occur in the batch")
+        raise MixesTokens(
+            "with scale_grad_by_freq, its gradient is divided by how often tokens occur in the batch", COUNTED
+        )
     if node.target is not EMBEDDING_PART and argument(node, "sparse"):
-        raise MixesTokens("with sparse=True, its gradient has an entry for every token of the batch")
+        raise MixesTokens("with sparse=True, its gradient has an entry for every token of the batch", SPARSE)
     return Layout((*index.dims, None), index.frame)
 
 
@@ -112,7 +117,7 @@ def index_tensor(node: fx.Node, arguments: Arguments) -> Layout:
     for i, index in zip(chosen, indices, strict=True):
         require_feature(table, i, "indexes")
         if index.meta["val"].dtype is torch.bool:
-            raise MixesTokens("it selects by a mask, so that the result's size depends on the data")
+            raise MixesTokens("it selects by a mask, so that the result's size depends on the data", SELECTED)
     picked = broadcast(node, arguments, indices)
     rest = [axis for i, axis in enumerate(table.dims) if i not in chosen]
     first = chosen[0] if chosen == list(range(chosen[0], chosen[-1] + 1)) else 0
@@ -272,6 +277,7 @@ _register(
 _register(shape_rules.view, *RESHAPES)
 _register(shape_rules.rearranged, *TRANSPOSITIONS, *SQUEEZES, aten.unsqueeze.default, aten.expand.default)
 _register(shape_rules.slice_, aten.slice.Tensor)
+_register(shape_rules.select, aten.select.int)
 _register(shape_rules.written_slice, aten.slice_scatter.default, aten.select_scatter.default)
 _register(shape_rules.stack, aten.stack.default)
 _register(shape_rules.split, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
@@ -286,17 +292,17 @@ _register(scatter, aten.scatter.src, aten.scatter.value, aten.scatter_add.defaul
 _register(along_features("normalises"), aten._softmax.default, aten._log_softmax.default)
 _register(along_features("sums"), aten.sum.dim_IntList, aten.mean.dim, aten.any.dim, aten.all.dim)
 _register(along_features("sums"), aten.norm.ScalarOpt_dim)
-_register(along_features("reduces"), aten.amax.default, aten.amin.default, aten.prod.dim_int, aten.logsumexp.default)
-_register(along_features("reduces"), aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)
+_register(along_features("reduces", advice=LARGEST), aten.amax.default, aten.max.dim)
+_register(along_features("reduces"), aten.amin.default, aten.min.dim, aten.argmax.default, aten.argmin.default)
+_register(along_features("reduces"), aten.prod.dim_int, aten.logsumexp.default, aten.median.dim, aten.nanmedian.dim)
 _register(along_features("reduces"), aten.var.correction, aten.std.correction, aten.var_mean.correction)
 _register(along_features("reduces"), aten.linalg_vector_norm.default, aten.kthvalue.default, aten.mode.default)
-_register(along_features("reduces"), aten.median.dim, aten.nanmedian.dim)
-_register(along_features("accumulates"), aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
+_register(along_features("accumulates", advice=RECURRENCE), aten.cumsum.default, aten.cumprod.default)
+_register(along_features("accumulates", advice=RECURRENCE), aten.logcumsumexp.default)
 _register(along_features("accumulates"), aten.cummax.default, aten.cummin.default)
 _register(along_features("reorders"), aten.flip.default, aten.glu.default)
 _register(along_features("sorts"), aten.sort.default, aten.sort.stable)
 _register(along_features("selects the largest"), aten.topk.default)
-_register(along_features("selects one entry", drops=True), aten.select.int)
 _register(along_features("cuts a triangle", -1, -2), aten.tril.default, aten.triu.default)
 _register(along_features("pairs real and imaginary parts", -1, drops=True), aten.view_as_complex.default)
 _register(along_features("gathers from other ranks", -1), *ALONG_THE_LAST)

@@ -62,7 +62,7 @@ def other_batches(program: Program) -> None:
     program.epilogue_dense_inputs = []
     program.prologue_nodes = prologue_nodes(program)
     program.prologue = graph_of(program, [], program.prologue_nodes)
-    settings = program.training, program.codegen, program.own_symbols
+    settings = program.training, program.codegen, program.own_symbols, True
     program.rest = rest = Program(module, *settings, inputs, module, placeholders)
     rest.filled |= {"inputs", "module", "placeholders", "draws", "asserted", "written"}
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from dta_compile.attributes import attribute_set
 from dta_compile.codegen.worker import reason
 from dta_compile.errors import DTAError, FinalRefusal, RefusalError
 from dta_compile.executable.as_captured import TAG_ACTIVATION_CHECKPOINT
 from dta_compile.passes.program import name_of, tensors_of, where
 from dta_compile.passes.symbols import SYMBOLIC, reads_number
-from dta_compile.passes.tracing import attribute_set
 from dta_compile.torch_compat import autograd
 from dta_compile.torch_compat.autograd import (
     get_dynamic_layer_stack_depth,

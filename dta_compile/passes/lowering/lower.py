@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
+from dta_compile.attributes import attribute_set
 from dta_compile.errors import FinalRefusal, RefusalError
 from dta_compile.executable.layouts import Input, InputKind
 from dta_compile.ops import autograd_function
@@ -60,7 +61,7 @@ from dta_compile.passes.lowering.same_entries import replace_same_entries
 from dta_compile.passes.lowering.shifts import shifts_to_mixers
 from dta_compile.passes.program import Program, all_nodes, ancestors, name_of, output_node, where
 from dta_compile.passes.symbols import depends_on_data, reads_number
-from dta_compile.passes.tracing import attribute_set, tracing
+from dta_compile.passes.tracing import tracing
 from dta_compile.torch_compat import autograd
 from dta_compile.torch_compat.autograd import from_fun, to_fun
 from dta_compile.torch_compat.tensors import FunctionalTensorMode, is_traceable_wrapper_subclass, pytree

@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.program import where
+from dta_compile.passes.program import ASSIGNED, where
 from dta_compile.passes.symbols import expression, hint, new_size
 from dta_compile.torch_compat.operators import OpOverloadPacket
 from dta_compile.torch_compat.sizes import ShapeEnv
@@ -254,7 +254,7 @@ class OneLength:
         """Raise `RefusalError` if a node has specialised the symbol to a constant."""
         if expression(self.size).free_symbols:
             return
-        is_mapped = any("vmap" in str(one.target) for one in node.graph.nodes)
+        is_mapped = any("vmap" in str(other.target) for other in node.graph.nodes)
         raise RefusalError(
             "the token size is a constant of this graph, and it is not clear here which sizes count tokens",
             where=where(node),
@@ -273,12 +273,9 @@ def _name(target: Any) -> str:
     """Return torch's name of a function, operator or method, without marks of in-place variants."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     plain = name.strip("_")
-    if getattr(target, "__module__", "") == "_operator" and plain.startswith("i") and plain[1:] in _IN_PLACE:
+    if getattr(target, "__module__", "") == "_operator" and plain.startswith("i") and plain[1:] in ASSIGNED:
         plain = plain[1:]
     return OPERATORS.get(plain, plain)
-
-
-_IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "and", "or", "xor", "pow")
 
 
 def _is_pointwise(name: str) -> bool:

@@ -29,7 +29,7 @@ class CompressedRuntime(AttentionRuntime):
         """Return gradients of query, key, value, sinks, compressed key and value."""
         windows, ends = self._windows(x)
         of_query, *others = super().backward(grad, results, x, above_grads[:2])
-        (out, logsumexp), (of_keys, of_values) = results, (self._at_ends(one, x) for one in above_grads[2:])
+        (out, logsumexp), (of_keys, of_values) = results, (self._at_ends(grad, x) for grad in above_grads[2:])
         further, *of_windows = Blockwise().backward(grad, out, logsumexp, windows, of_keys, of_values)
         for like, part in zip(x.operands[4:6], of_windows, strict=True):
             others.append(torch.zeros_like(like, dtype=part.dtype).index_copy_(2, ends, part))

@@ -20,13 +20,7 @@ from dta_compile.ops.tree_attention import kernel
 from dta_compile.ops.tree_attention.kernel import Keys, States
 from dta_compile.runtime.attention.cpu_parts import Part, parts_of
 from dta_compile.runtime.attention.provider import Operands, Tensors
-from dta_compile.runtime.attention.reference import (
-    grads_of_read,
-    merge_with,
-    repeat_heads,
-    sum_groups,
-    weights_of,
-)
+from dta_compile.runtime.attention.reference import grads_of_read, merge_with, repeat_heads, sum_groups, weights_of
 
 aten = torch.ops.aten
 

@@ -55,7 +55,7 @@ class Reference:
                 own = of_scores.new_zeros((*of_scores.shape[:3], x.bias.shape[3]))
                 own.scatter_add_(-1, _steps(x, queries, prefix), of_scores)
                 of_bias.append(own.to(x.bias.dtype) if x.bias.shape[2] > 1 else own.sum(2, keepdim=True))
-        of_key, of_value = (sum_groups(one, self._groups(x)) for one in (of_key, of_value))
+        of_key, of_value = (sum_groups(total, self._groups(x)) for total in (of_key, of_value))
         prefix_key_grad += of_key[:, :, :prefix]
         prefix_value_grad += of_value[:, :, :prefix]
         biases = (

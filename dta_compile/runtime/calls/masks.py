@@ -84,7 +84,7 @@ def _telling_padding(layers: Sequence[MixerLayer], classes: Mapping[MaskProgram 
         classes[mask_of(layer)] for layer in layers if layer.mixer is not CHOICE_MIXER and mask_of(layer) in classes
     }
     distinct = dict.fromkeys(classes.values())
-    telling = [one for one in distinct if one in others or one.valid is not None or one.segments]
+    telling = [mask for mask in distinct if mask in others or mask.valid is not None or mask.segments]
     return telling or list(distinct)
 
 
@@ -128,7 +128,7 @@ def read_masks(
     joined: Booleans | None = None
     with_blocks = [mask_class for mask_class in distinct if mask_class.block is not None]
     kept: dict[MaskClass, tuple[int, ...]] = {}
-    if with_blocks or any(one.segments or one.positions or one.chunk or one.kept for one in distinct):
+    if with_blocks or any(mask.segments or mask.positions or mask.chunk or mask.kept for mask in distinct):
         rows = Sequences.rows_of(valid)
         sequences = agreed_sequences(reader, distinct, rows)
         for mask_class in distinct:

@@ -236,8 +236,9 @@ def _require_aligned(masks: MaskValues, term: Term, chunk: int, sequences: Seque
         )
 
 
-def _segments(one: MaskClass) -> str:
-    return "one sequence a row" if not one.segments else " and ".join(f"one for each {shown(t)}" for t in one.segments)
+def _segments(mask_class: MaskClass) -> str:
+    each = (f"one for each {shown(term)}" for term in mask_class.segments)
+    return " and ".join(each) or "one sequence a row"
 
 
 def _never_falls(values: torch.Tensor, begins_row: torch.Tensor) -> bool:

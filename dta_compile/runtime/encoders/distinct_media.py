@@ -224,14 +224,14 @@ def _require_equal(
     features: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]
 ) -> None:
     """Raise RefusalError unless features are these rows of the tables, up to rounding."""
-    for found, table, row in zip(features, tables, rows, strict=True):
-        if len(found) != len(row):
-            raise dependence(WHERE, f"{len(found)} features instead of {len(row)}")
+    for own, table, row in zip(features, tables, rows, strict=True):
+        if len(own) != len(row):
+            raise dependence(WHERE, f"{len(own)} features instead of {len(row)}")
         known = table.detach()[row]
         largest = float(known.abs().nan_to_num(0, 0).amax()) if known.numel() else 0.0
-        tolerance = ROUNDING * torch.finfo(found.dtype).eps * max(1.0, largest)
-        if not torch.allclose(found, known, 0.0, tolerance, equal_nan=True):
-            raise dependence(WHERE, f"features that differ by {float((found - known).abs().max()):.2g}")
+        tolerance = ROUNDING * torch.finfo(own.dtype).eps * max(1.0, largest)
+        if not torch.allclose(own, known, 0.0, tolerance, equal_nan=True):
+            raise dependence(WHERE, f"features that differ by {float((own - known).abs().max()):.2g}")
 
 
 def dependence(where: str, got: str) -> RefusalError:

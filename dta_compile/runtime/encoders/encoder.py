@@ -161,9 +161,9 @@ class Encoder(MethodCall):
         if not (torch.is_grad_enabled() and self.is_trained) or self._is_checkpointed():
             return [list(units)]
         if self._bytes_per_row is None:
-            with (one := Kept(self.module.parameters())):
+            with (kept_of_unit := Kept(self.module.parameters())):
                 self._of_units(batch, units[:1])
-            self._bytes_per_row = one.bytes / batch.rows[units[0]]
+            self._bytes_per_row = kept_of_unit.bytes / batch.rows[units[0]]
         most = default_budget(self.form.widths[0][2]) if budget is None else budget
         groups: list[list[int]] = [[]]
         kept = 0.0
@@ -223,9 +223,9 @@ class Encoder(MethodCall):
         """Compare features of all units with those of every distinct unit alone."""
         with torch.no_grad():
             alone = [self._of_units(batch, [unit])[0] for unit in first]
-        for level, found in enumerate(together):
-            expected = torch.cat([alone[kind][level] for kind in kinds])
-            if expected.shape != found.shape or not _is_close(expected, found, TOLERANCES.get(found.dtype, 0.0)):
+        for level, features in enumerate(together):
+            own = torch.cat([alone[kind][level] for kind in kinds])
+            if own.shape != features.shape or not _is_close(own, features, TOLERANCES.get(features.dtype, 0.0)):
                 raise dependence(self.name, "other features of an image alone than of all images")
 
     def _refusal_of(self, is_random: bool, modules: Sequence[nn.Module]) -> RefusalError | None:
@@ -235,9 +235,14 @@ class Encoder(MethodCall):
         return dependence(self.name, "random numbers (dropout)") if is_random else None
 
 
-def _is_close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
-    one, other = one.double().nan_to_num(), other.double().nan_to_num()
-    return bool(torch.linalg.vector_norm(one - other) <= tolerance * torch.linalg.vector_norm(other))
+def _is_close(features: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    """Return whether features are equal where any is infinite, and close by their norm elsewhere; NaN counts as 0."""
+    features, expected = (value.double().nan_to_num(0, torch.inf, -torch.inf) for value in (features, expected))
+    is_finite = features.isfinite() & expected.isfinite()
+    if not bool(((features == expected) | is_finite).all()):
+        return False
+    features, expected = (value.where(is_finite, 0) for value in (features, expected))
+    return bool(torch.linalg.vector_norm(features - expected) <= tolerance * torch.linalg.vector_norm(expected))
 
 
 def encoder_of(handle: int) -> Encoder:

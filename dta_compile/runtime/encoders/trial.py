@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,12 +42,15 @@ class Trial:
         self._grad = torch.no_grad()
         self._grad.__enter__()
         self._before, self._of_numpy = self._state(), (np.random.get_state(), self._state_of_numpy())
+        self._of_python = random.getstate()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._grad.__exit__(*error)
         before, of_numpy = self._of_numpy
-        self.is_random = not all(map(torch.equal, self._before, self._state())) or of_numpy != self._state_of_numpy()
+        self.is_random = not all(map(torch.equal, self._before, self._state()))
+        self.is_random |= (of_numpy, self._of_python) != (self._state_of_numpy(), random.getstate())
+        random.setstate(self._of_python)
         np.random.set_state(before)
         torch.set_rng_state(self._before[0])
         for device, state in zip(self.devices, self._before[1:], strict=True):

@@ -20,7 +20,7 @@ ALL = slice(None)
 
 
 class TokenStates:
-    """Exchange of the states of tokens in each round, for the layers of one part.
+    """Exchange of the states of tokens in each round, for the layers of one part. `number` is that of a round.
 
     Ranks exchange together, for the same heads in the same order. Messages travel from the call of `begin` or
     `begin_return` until that of the function which it returns, so that ranks compute meanwhile.
@@ -48,7 +48,7 @@ class TokenStates:
         exported.append(tuple(value.index_select(spec.token_dim, rows) for value, spec in pairs))
 
     def begin(self, layer: int, number: int, states: Tensors, heads: slice = ALL) -> Callable[[], Tensors]:
-        """Begin to send states of this rank's tokens to the ranks whose pieces of this round they are above.
+        """Begin to send states of this rank's tokens to the ranks whose pieces of this round continue these tokens.
 
         Args:
             states: those of the whole piece, all heads.
@@ -67,11 +67,10 @@ class TokenStates:
         def taken(read: Read) -> Tensors:
             return self._taken(layer, number, states, read, heads)
 
-        shared = [
-            (read, [self.group.broadcast(value, source) for value in values])
-            for source, read in self.routes.shared[number].items()
-            for values in (taken(read) if source == rank else empty(read.number),)
-        ]
+        shared = []
+        for source, read in self.routes.shared[number].items():
+            values = taken(read) if source == rank else empty(read.number)
+            shared.append((read, [self.group.broadcast(value, source) for value in values]))
         messages = {reader: _packed(taken(read), specs) for reader, read in sent.items()}
         arriving = self._swapped(messages, received, states, specs)
 
@@ -181,11 +180,11 @@ class TokenStates:
                 tuple(v.new_zeros(v.shape, dtype=statistics_dtype(v.dtype)) for v in exported)
                 for exported in self.exported[layer]
             ]
-        for of_round in np.unique(rounds).tolist():
-            chosen = np.flatnonzero(rounds == of_round)
-            places = upload(np.searchsorted(self.routes.exported[of_round], read.earlier[chosen]), self.device)
+        for past in np.unique(rounds).tolist():
+            chosen = np.flatnonzero(rounds == past)
+            places = upload(np.searchsorted(self.routes.exported[past], read.earlier[chosen]), self.device)
             taken = upload(chosen, self.device)
-            for value, total, spec in zip(values, self.owed[layer][of_round], specs, strict=True):
+            for value, total, spec in zip(values, self.owed[layer][past], specs, strict=True):
                 total[:, heads].index_add_(spec.token_dim, places, value.index_select(spec.token_dim, taken))
 
     def _swapped(

@@ -55,16 +55,12 @@ class PathStack:
         running: running states, by recurrent layer.
         recorded: by layer, the results that `mix` records, unless None; only of layers without a running state.
         results: by layer, results that `mix` returns once instead of running the layer.
-        fillers: by layer, the largest finite number that its mask hides keys by, where scores may be as low.
+        fillers: by layer, the largest finite number by which its mask hides keys, if scores may be as low.
         norms: `[layers, 3]` largest norms of the scaled queries, the keys and the tables of these layers so far.
     """
 
     def __init__(
-        self,
-        layers: Sequence[MixerLayer],
-        runtimes: Sequence[AnyRuntime],
-        capacity: int,
-        device: torch.device,
+        self, layers: Sequence[MixerLayer], runtimes: Sequence[AnyRuntime], capacity: int, device: torch.device
     ) -> None:
         """`capacity`: tokens of the deepest path; `layers` are numbered from zero."""
         self.chunk = ChunkShape.of(0, 0, ())

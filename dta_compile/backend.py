@@ -42,6 +42,7 @@ from dta_compile.program_cache.size_guards import shape_env_of
 from dta_compile.runtime.calls.ranks import Ranks
 from dta_compile.runtime.engine import Engine
 from dta_compile.runtime.measure.profiler import trace_artifact
+from dta_compile.torch_compat.sizes import unite_symbols
 
 logger = logging.getLogger("dta_compile")
 
@@ -176,6 +177,8 @@ def _compiled(graph: Captured, options: Options) -> tuple[Executable, fx.GraphMo
                 captured = cut.module if cut else captured
             refuse_final_states(captured)
             module = with_our_attention(without_flex_attention(captured))
+            if (env := shape_env_of(module)) is not None:
+                unite_symbols(env)
             program = Program(module, graph.training, options.codegen, graph.own_symbols)
             if graph.local:  # process groups cannot go to the program cache
                 return seal(run_passes(program, skip=options.skip_passes)), module

@@ -266,7 +266,7 @@ class _Proof:
         return self.terms.apply(torch.ops.aten.eq.Scalar, self.real, 0)
 
     def _require_padding(self) -> None:
-        """Raise `Unproven` if some token is padding whatever the inputs are: any token must be able to be real."""
+        """Raise `Unproven` if some token is padding whatever inputs and rows are: any must be able to be real."""
         atoms = self.logic.atoms.values()
         inputs = applications(
             self.valid_key, {str(atom.function) for atom in atoms if self.logic.reads_inputs(atom.term)}
@@ -275,7 +275,10 @@ class _Proof:
         never = z3.substitute(z3.Not(self.valid_key), *zip(inputs, fresh, strict=True))
         claim = z3.Not(z3.ForAll(fresh, never)) if fresh else self.valid_key
         if (example := self._counterexample(claim)) is not None:
-            raise self._failure(f"a mask that hides every token {self._number(example, self.key)} from itself")
+            token = self._number(example, self.key)
+            in_all_rows = "row" not in self.real.indices  # else other rows, or sizes, may make it real: `pad_sequence`
+            if in_all_rows or self.logic.proves(z3.Not(self.valid_key), self.key == token):
+                raise self._failure(f"a mask that hides every token {token} from itself")
 
     def _roles(self) -> Iterator[Roles]:
         """Yield assignments of roles to the values compared between query and key, those with fewest roles first."""

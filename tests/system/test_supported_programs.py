@@ -1,5 +1,7 @@
 """Ordinary training code: several batches, numbers as arguments, computed weights, ids of several codebooks."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,6 +51,33 @@ def test_entries_taken_along_a_dimension_leave_sizes_free(take, model):
     for rows, tokens in ((5, 9), (4, 11), (3, 6)):
         assert_equals_eager(function, compiled, model, shared_ids(rows, tokens), torch.arange(rows) - 2)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_rows_that_the_function_pads_itself(model):
+    """How long rows are is known by their sizes alone, whatever the inputs are."""
+    padded = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+
+    def function(*rows):
+        real = padded([torch.ones_like(row) for row in rows]).bool()
+        return [model(padded(rows), real).logsumexp(-1) * real]
+
+    compiled = compiled_function(function)
+    for lengths in ((9, 5, 7), (4, 11, 6)):
+        assert_equals_eager(function, compiled, model, *(shared_ids(2, length)[0] for length in lengths))
+
+
+def test_ids_and_mask_concatenated_from_tensors_of_their_own(model):
+    """Only a guard on sums of sizes says that there are as many tokens in both."""
+
+    def function(prompt, answers, is_answer):
+        real = F.pad(is_answer, (prompt.shape[1], 0), value=True)
+        return [model(torch.cat([prompt.expand(len(answers), -1), answers], 1), real).logsumexp(-1) * real]
+
+    compiled = compiled_function(function)
+    for rows, known, tokens in ((4, 6, 5), (3, 9, 4)):
+        is_answer = torch.arange(tokens) < 2 + torch.arange(rows)[:, None]
+        prompt, answers = shared_ids(2, known)[:1], shared_ids(rows, tokens)
+        assert_equals_eager(function, compiled, model, prompt, answers, is_answer)
 
 
 def run_from_embeddings(model, x):

@@ -206,7 +206,8 @@ class _Reader(MaskValues):
                     "attention layers take their padding from different masks",
                     expected=_padding(next(iter(different))),
                     got=_padding(term),
-                    hint="give all layers the same padding mask",
+                    hint="give all layers the same padding mask; join rows with masks of their own into one call of the"
+                    " model (torch.cat), or compile a function that calls it once",
                 )
         return first
 

@@ -125,12 +125,17 @@ def _convolution(
 
 def _sum(x: Any, y: Any, *, alpha: Any = 1) -> Any:
     """Compute `x + alpha * y` as two operators, so that no reader of sums has to know of `alpha`."""
-    return NotImplemented if isinstance(alpha, (int, float)) and alpha == 1 else x + y * alpha
+    return NotImplemented if isinstance(alpha, (int, float)) and alpha == 1 else x + _multiplied(x, y, alpha)
 
 
 def _difference(x: Any, y: Any, *, alpha: Any = 1) -> Any:
     """Compute `x - alpha * y` as two operators."""
-    return NotImplemented if isinstance(alpha, (int, float)) and alpha == 1 else x - y * alpha
+    return NotImplemented if isinstance(alpha, (int, float)) and alpha == 1 else x - _multiplied(x, y, alpha)
+
+
+def _multiplied(x: Any, y: Any, alpha: Any) -> Any:
+    """Return `alpha * y` in the dtype of the sum, in which torch multiplies: that of `y` may be too narrow."""
+    return (y.to(torch.result_type(x, y)) if isinstance(y, torch.Tensor) else y) * alpha
 
 
 TABLE: dict[Any, Any] = {

@@ -353,6 +353,7 @@ class DeviceReach:
     def take(self, buffer: Buffer, total: torch.Tensor) -> None:
         """See `Reach.take`."""
         total += buffer.own.index_select(buffer.dim, self.taken)
+        buffer.own.index_fill_(buffer.dim, self.taken, 0)
 
 
 @dataclasses.dataclass(frozen=True)

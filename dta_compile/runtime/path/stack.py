@@ -99,12 +99,9 @@ class PathStack:
         return start < self.pending
 
     def finish(self) -> None:
-        """Zero what the backward of `chunk` has taken, and update `pending`: gradients are pending above the chunk."""
-        start, spine = self.chunk.start, self.chunk.spine
-        if (taken := min(self.pending - start, spine)) > 0:
-            self.token_states.zero_gradients(start, taken)
-        if self.pending <= start + spine:
-            self.pending = start
+        """Update `pending` after the backward of `chunk`: gradients are pending above it, not for its spine."""
+        if self.pending <= self.chunk.start + self.chunk.spine:
+            self.pending = self.chunk.start
 
     def cut(self, depth: int) -> None:
         """Cut the path at a depth: drop the running states below."""
@@ -153,7 +150,7 @@ class PathStack:
     def mix_backward(self, layer: int, grad: torch.Tensor, *arguments: Any) -> torch.Tensor | Tensors:
         """Run a mixer's `backward` operator; return the gradients of the chunk's operands.
 
-        Adds the gradients of the states above to the path, and takes the gradients that later chunks added for the
+        Adds the gradients of the states above to the path, and consumes the gradients that later chunks added for the
         spine.
         """
         mixer, states, reach = self.layers[layer].mixer, self.states[layer], self._reach()

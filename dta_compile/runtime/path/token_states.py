@@ -37,7 +37,7 @@ class Reach(Protocol):
         """Copy the values of the chunk's spine into the buffer."""
 
     def take(self, buffer: Buffer, total: torch.Tensor) -> None:
-        """Add the pending gradients of the spine to the chunk's `total`."""
+        """Add the pending gradients of the spine to the chunk's `total`, and zero them."""
 
 
 class HostReach:
@@ -67,7 +67,9 @@ class HostReach:
     def take(self, buffer: Buffer, total: torch.Tensor) -> None:
         """See `Reach.take`."""
         if self.pending > 0:
-            _first(total, buffer.dim, self.pending).add_(self._part(buffer, self.start, self.pending))
+            pending = self._part(buffer, self.start, self.pending)
+            _first(total, buffer.dim, self.pending).add_(pending)
+            pending.zero_()
 
     def _part(self, buffer: Buffer, start: int, count: int) -> torch.Tensor:
         key = id(buffer.of_layers), start, count
@@ -138,7 +140,7 @@ class TokenStates:
         return tuple(map(reach.above, self.memory_of_gradients))
 
     def take(self, reach: Reach, totals: Sequence[torch.Tensor]) -> None:
-        """Add the pending gradients of a chunk's spine to the gradients `totals` of the chunk's states."""
+        """Move the pending gradients of a chunk's spine into the gradients `totals` of the chunk's states."""
         for buffer, total in zip(self.memory_of_gradients, totals, strict=True):
             reach.take(buffer, total)
 
@@ -160,12 +162,6 @@ class PathStates:
             gradients = self._allocated(lambda spec: statistics_dtype(spec.dtype))
             for number, states in enumerate(self.of_layers):
                 states.memory_of_gradients = gradients[number]
-
-    def zero_gradients(self, start: int, count: int) -> None:
-        """Zero the gradients of `count` tokens from depth `start` on, of all layers."""
-        for numbers in self.alike.values():
-            for buffer in self.of_layers[numbers[0]].memory_of_gradients:
-                buffer.of_layers.narrow(buffer.dim + 1, start, count).zero_()
 
     def _allocated(self, dtype_of: Callable[[StateSpec], torch.dtype]) -> dict[int, list[Buffer]]:
         """Allocate zeroed buffers for every state of every layer."""

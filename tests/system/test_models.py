@@ -194,7 +194,7 @@ def _write_into_halves(m, x):
 
 
 def _write_over_temporaries(m, x):
-    x = (x * 1.5).pow_(2) + (x * 0.5).square_().add_(m.gain.detach().float(), alpha=0.3)
+    x = (x * 1.5).pow_(2) + (x * 0.5).square_().add_(m.gain, alpha=3).add_(m.gain.detach().float(), alpha=0.3)
     return (x * 1.5).addcmul_(x.sin(), m.gain) + (x * 2).lerp_(x.sin(), m.gain.sigmoid()).neg_()
 
 

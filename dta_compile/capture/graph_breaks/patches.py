@@ -97,7 +97,7 @@ def _take_along_dim(input: torch.Tensor, indices: torch.Tensor, dim: int | None 
     """Compute `torch.take_along_dim`, which makes sizes constants of a trace. Indices are taken modulo the size."""
     if dim is None:
         input, indices, dim = input.reshape(-1), indices.reshape(-1), 0
-    axis, both = dim % input.dim(), zip(input.shape, indices.shape, strict=True)
+    axis, both = range(input.dim())[dim], zip(input.shape, indices.shape, strict=True)
     shared = [own if other == 1 else other for own, other in both]
     input = input.expand(*shared[:axis], input.shape[axis], *shared[axis + 1 :])
     indices = indices.expand(*shared[:axis], indices.shape[axis], *shared[axis + 1 :])

@@ -21,7 +21,7 @@ from dta_compile.runtime.calls.planned_call import PlannedCall
 from dta_compile.runtime.calls.schedule_buffers import output_buffers
 from dta_compile.runtime.rows.buffers import AllRows, RowBuffer
 from dta_compile.runtime.rows.upload import upload
-from dta_compile.runtime.transparent import TreeFunction, TreeRun, check_gradients, no_autocast, unchanged
+from dta_compile.runtime.transparent import ReachedValues, TreeFunction, TreeRun, check_gradients, no_autocast, unchanged
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -125,8 +125,8 @@ class GroupRun:
 
     def __init__(self, call: PlannedCall) -> None:
         self.call, self.chunks = call, call.plan.schedule.chunks
-        used: set[int] = set()
-        self.runs = [TreeRun(call, number, self.chunks, False, used) for number in range(len(call.parts))]
+        boundaries = ReachedValues()
+        self.runs = [TreeRun(call, number, self.chunks, False, boundaries) for number in range(len(call.parts))]
         self.crossing: dict[int, list[torch.Tensor]] = {}
         self.gradients: dict[int, list[torch.Tensor | None]] = {}
 

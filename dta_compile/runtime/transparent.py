@@ -29,7 +29,7 @@ from dta_compile.runtime.calls.schedule_buffers import (
     rows_with_gradient,
 )
 from dta_compile.runtime.rows.buffers import AllRows, RowBuffer
-from dta_compile.torch_compat.autograd import is_batchedtensor, is_legacy_batchedtensor
+from dta_compile.torch_compat.autograd import current_backward, is_batchedtensor, is_legacy_batchedtensor
 from dta_compile.torch_compat.tensors import DisableAutocast
 
 logger = logging.getLogger("dta_compile")
@@ -49,6 +49,23 @@ def is_batched(value: torch.Tensor) -> bool:
     return bool(is_batchedtensor(value) or is_legacy_batchedtensor(value))
 
 
+class ReachedValues:
+    """Boundary values that gradients reach in a backward, collected from the last part to the first.
+
+    Each backward begins with none, whether the one before came to its end or was stopped by an error in a hook.
+    """
+
+    def __init__(self) -> None:
+        self._backward = -1
+        self._values: set[int] = set()
+
+    def in_this_backward(self) -> set[int]:
+        """Return those of the backward that runs, to add to."""
+        if self._backward != (backward := current_backward()):
+            self._backward, self._values = backward, set()
+        return self._values
+
+
 class TreeRun:
     """Forward and backward of one part of a call's stages over all chunks, for a `TreeFunction`.
 
@@ -58,7 +75,7 @@ class TreeRun:
         chunks: chunks of the tree, in the order of the boundary values between parts.
         is_first: no earlier part goes backward, so that the backward of this part ends that of the call.
         is_last: the forward of this part ends that of the call.
-        used: boundary values with a gradient, collected while the backward runs from the last part to the first.
+        boundaries: boundary values that gradients reach, shared by all parts.
         executor: executor of the forward half, with the graphs kept for one backward; another backward recomputes.
         sums: sums of parameter gradients to go on with, from the group of subtrees that went backward before; None:
             they begin at zero.
@@ -68,9 +85,11 @@ class TreeRun:
         next_part: the part that runs after its backward.
     """
 
-    def __init__(self, call: PlannedCall, number: int, chunks: Sequence[Chunk], is_first: bool, used: set[int]) -> None:
+    def __init__(
+        self, call: PlannedCall, number: int, chunks: Sequence[Chunk], is_first: bool, boundaries: ReachedValues
+    ) -> None:
         self.call, self.number, self.part, self.chunks = call, number, call.parts[number], chunks
-        self.is_first, self.is_last, self.used = is_first, number + 1 == len(call.parts), used
+        self.is_first, self.is_last, self.boundaries = is_first, number + 1 == len(call.parts), boundaries
         self.executor: Executor | None = None
         self.backward_half: Sequence[Op] = ()
         self.sums: Sequence[AnySum | None] | None = None
@@ -148,9 +167,7 @@ class TreeRun:
             return gradients
 
         with no_autocast():
-            gradients = _or_keeping_nothing(call, run)[1]
-        self.used.difference_update(self.part.writes)  # another backward may begin at an earlier part
-        return gradients
+            return _or_keeping_nothing(call, run)[1]
 
     def _again(self, call: PlannedCall, reads: Mapping[Chunk, Sequence[torch.Tensor]]) -> tuple[Executor, Sequence[Op]]:
         """Return an executor and the ops of the backward half, for a backward without kept graphs."""
@@ -171,10 +188,11 @@ class TreeRun:
         part, joint, lease, written = self.part, self.part.graphs, executor.lease, len(self.part.writes)
         sent = written * len(self.chunks)
         used = {i for i, grad in enumerate(grads[sent:], written) if grad is not None}
-        used |= {i for i, value in enumerate(part.writes) if value in self.used}
+        reached = self.boundaries.in_this_backward()
+        used |= {i for i, value in enumerate(part.writes) if value in reached}
         if not used:
             return [None] * (self.received + len(parameters))
-        self.used |= {part.reads[i] for i in joint.differentiated_reads}
+        reached |= {part.reads[i] for i in joint.differentiated_reads}
         if call.by_stages:
             executor.enter_path(call.path(part))
         gradients, active = row_gradients(call, executor, grads[sent:]), None
@@ -391,12 +409,12 @@ def dense_frontier(call: PlannedCall) -> list[torch.Tensor | None]:
     frontier: list[torch.Tensor | None] = [None] * len(call.executable.frontier)
     crossing: dict[int, list[torch.Tensor]] = {}  # boundary values: a tensor per chunk
     parts, chunks = call.parts, call.plan.schedule.chunks if call.by_stages else ()
-    link, layers, used = torch.zeros(1) if call.by_stages else None, call.context.layers, set[int]()
+    link, layers, boundaries = torch.zeros(1) if call.by_stages else None, call.context.layers, ReachedValues()
     last_read = {value: number for number, part in enumerate(parts) for value in part.reads}
     first = next((number for number, part in enumerate(parts) if part.graphs.differentiated), 0)
     stretches = _stretches(call, len(parts))
     for number, part in enumerate(parts):
-        run = TreeRun(call, number, chunks, number == first, used)
+        run = TreeRun(call, number, chunks, number == first, boundaries)
         run.stretch, run.next_part = stretches[number]
         if run.stretch is not None:
             run.stretch.begin(run, crossing)

@@ -5,6 +5,7 @@ import gc
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import dta_compile
@@ -143,6 +144,32 @@ def test_a_retained_backward_of_earlier_states_leaves_later_layers_without_gradi
     torch._dynamo.reset()
     found = step(torch.compile(states, backend="dta", options={**SMALL_CHUNKS, "sweep": "stages"}))
     for ours, expected in zip(sum(found, ()), sum(step(states), ()), strict=True):
+        assert (ours is None) == (expected is None)
+        assert ours is None or torch.allclose(ours, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_backward_after_one_that_stopped_half_way_begins_anew():
+    model = TinyLM(layers=3)
+
+    def attention_and_state(ids):
+        x, found = model.embedding(ids), []
+        for block in model.blocks:
+            keys = block.query(block.norm(x)).unflatten(-1, (4, -1)).transpose(1, 2)
+            found.append(F.scaled_dot_product_attention(keys, keys, keys, is_causal=True))
+            x = x + block.out(found[-1].transpose(1, 2).flatten(2))
+        return found[1], x
+
+    def step(forward):
+        middle, state = forward(IDS)
+        hook = model.blocks[2].out.weight.register_hook(lambda _: {}["stop"])
+        with pytest.raises(KeyError, match="stop"):
+            (weighted(middle) + weighted(state)).backward(retain_graph=True)
+        hook.remove()
+        return torch.autograd.grad(weighted(middle), list(model.parameters()), allow_unused=True)
+
+    torch._dynamo.reset()
+    found = step(torch.compile(attention_and_state, backend="dta", options={**SMALL_CHUNKS, "sweep": "stages"}))
+    for ours, expected in zip(found, step(attention_and_state), strict=True):
         assert (ours is None) == (expected is None)
         assert ours is None or torch.allclose(ours, expected, rtol=1e-9, atol=1e-9)
 

@@ -21,7 +21,14 @@ from dta_compile.runtime.calls.planned_call import PlannedCall
 from dta_compile.runtime.calls.schedule_buffers import output_buffers
 from dta_compile.runtime.rows.buffers import AllRows, RowBuffer
 from dta_compile.runtime.rows.upload import upload
-from dta_compile.runtime.transparent import ReachedValues, TreeFunction, TreeRun, check_gradients, no_autocast, unchanged
+from dta_compile.runtime.transparent import (
+    ReachedValues,
+    TreeFunction,
+    TreeRun,
+    check_gradients,
+    no_autocast,
+    unchanged,
+)
 
 Gradients = Sequence[torch.Tensor | None]
 

@@ -3,13 +3,16 @@
     python -m benchmarks.budgets [--trees short,mid,long] [--rollouts FOLDER] [--repetitions 5] [--json OUT]
 
 All methods run in turns in one process. `line` interpolates the step time linearly in the saved activations, between
-nothing and all saved. Predicted bytes exclude the model, its gradients and the batch.
+nothing and all saved. `at equal memory` saves nothing, in the largest chunks with which a step takes no more memory
+than the checkpointed rival that takes least. Bytes are what torch allocates at the peak of a step, without the model,
+its gradients and the batch.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -25,19 +28,20 @@ import dta_compile
 from benchmarks.batches.model import VOCABULARY, build_model, gradient_difference, gradients
 from benchmarks.batches.trees import build
 from benchmarks.batches.workloads import Workload, catalogue
+from benchmarks.measuring.allocations import allocated_at_the_peak, counting
 from benchmarks.measuring.measure import Runner
-from benchmarks.measuring.memory import peak_growth
 from benchmarks.methods.baselines import checkpoint, sparse_checkpoint
 from benchmarks.methods.ours import compile_logprobs, replan
 from benchmarks.methods.steps import Step, rectangle_of
+from dta_compile.plan import Plan
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # fractions of the activations that are saved
 ALL = 2**50
 RIVALS = {"checkpoint": checkpoint, "sparse-checkpoint": sparse_checkpoint}
-OURS = "packed-0"  # method whose resident memory is measured
+EQUAL = "at equal memory"
+SIZES = (2048, 1024, 512, 256, 128)  # of chunks, at equal memory
 MOST_TOKENS = 60_000  # taken from each rollout file
-TABLE_WIDTH = 110
-LIMIT = 900.0  # seconds allowed for two steps in a process of their own
+TABLE_WIDTH = 120
 
 
 def long_tree() -> Workload:
@@ -46,8 +50,8 @@ def long_tree() -> Workload:
     return Workload("long", "trees", "16 sequences of 9,000 tokens", VOCABULARY, sequences)
 
 
-def measure(workload: Workload, repetitions: int, threads: int) -> dict[str, Any]:
-    """Measure median seconds, predicted bytes, memory growth in a fresh process and the plan of every method."""
+def measure(workload: Workload, repetitions: int, rivals_too: bool) -> dict[str, Any]:
+    """Measure median seconds, bytes that are allocated and predicted, and the plan of every method."""
     torch.compiler.reset()
     model = build_model(workload.vocabulary)
     function, _ = compile_logprobs(model, "budgets", "dta", {"memory_budget": ALL, "verify": "off"})
@@ -57,54 +61,61 @@ def measure(workload: Workload, repetitions: int, threads: int) -> dict[str, Any
         (weights * function(ids, labels, mask)).sum().backward()
 
     ours = Runner(model, Step(run))
+    builders = RIVALS if rivals_too else {}
+    rivals = {name: Runner.of(build_rival, workload) for name, build_rival in builders.items()}
+    grads: list[torch.Tensor] = []
+    allocated: dict[Any, int] = {}
+    plans: dict[Any, Plan] = {}
+    options: dict[Any, dict[str, Any]] = {}
 
-    def seconds(budget: int) -> float:
-        replan(function, memory_budget=budget)
-        return ours.seconds()
+    def runner(way: Any) -> Runner:
+        if way in rivals:
+            return rivals[way]
+        replan(function, **{"chunk_size": None, "sweep": "auto", **options[way]})
+        return ours
+
+    def try_out(way: Any) -> None:
+        """Run a way twice, for its gradients, its plan and its memory."""
+        chosen = runner(way)
+        chosen.seconds()
+        grads[:] = grads or gradients(chosen.model)
+        assert gradient_difference(gradients(chosen.model), grads) < 1e-3, way
+        chosen.model.zero_grad(set_to_none=False)
+        allocated[way] = allocated_at_the_peak(chosen.step.run)
+        if way not in rivals:
+            plans[way] = dta_compile.last_plan(function)
 
     run()
-    peaks = {}
-    for budget in (ALL, 0):
-        seconds(budget)
-        peaks[budget] = dta_compile.last_plan(function).estimates.peak_bytes or 0
-    ways = {share: ALL if share == 1 else int(share * (peaks[ALL] - peaks[0])) for share in SHARES}
-    rivals = {name: Runner.of(build_rival, workload) for name, build_rival in RIVALS.items()}
-    expected = None
-    for name, runner in rivals.items():
-        runner.seconds()
-        grads = gradients(runner.model)
-        expected = expected or grads
-        assert gradient_difference(grads, expected) < 1e-3, name
-    plans: dict[float, Any] = {}
-    for share, budget in ways.items():
-        seconds(budget)
-        assert gradient_difference(gradients(model), expected or []) < 1e-3, share
-        plans[share] = dta_compile.last_plan(function)
-    times: dict[Any, list[float]] = {way: [] for way in [*ways, *rivals]}
+    for name in rivals:
+        try_out(name)
+    options |= {0.0: {"memory_budget": 0}, 1.0: {"memory_budget": ALL}}
+    for share in options:
+        try_out(share)
+    least, most = (plans[share].estimates.peak_bytes or 0 for share in (0.0, 1.0))
+    for share in SHARES[1:-1]:
+        options[share] = {"memory_budget": int(share * (most - least))}
+        try_out(share)
+    for size, sweep in itertools.product(SIZES, ("stages", "chunks")) if rivals else ():
+        options[EQUAL] = {"memory_budget": 0, "chunk_size": size, "sweep": sweep}
+        try_out(EQUAL)
+        if allocated[EQUAL] <= min(allocated[name] for name in rivals):
+            break
+    times: dict[Any, list[float]] = {way: [] for way in sorted(allocated, key=str)}
     for repetition in range(repetitions):
         for way in list(times)[:: 1 if repetition % 2 else -1]:
             gc.collect()
-            times[way].append(rivals[way].seconds() if way in rivals else seconds(ways[way]))
+            times[way].append(runner(way).seconds())
     medians = {way: statistics.median(values) for way, values in times.items()}
     rows = []
-    for share, plan in plans.items():
-        line = medians[0.0] + share * (medians[1.0] - medians[0.0])
-        rows.append(
-            {
-                "way": f"ours, {share:.0%} kept",
-                "seconds": medians[share],
-                "of all kept": medians[share] / medians[1.0],
-                "line": line / medians[1.0],
-                "predicted MiB": (plan.estimates.peak_bytes or 0) / 2**20,
-                "plan": f"{plan.schedule.sweep}, chunks of {plan.schedule.chunk_size:,}",
-            }
-        )
-    rows[0]["grown MiB"] = peak_growth(OURS, workload, threads, LIMIT) / 2**20
-    for name in rivals:
-        grown = peak_growth(name, workload, threads, LIMIT) / 2**20
-        rows.append(
-            {"way": name, "seconds": medians[name], "of all kept": medians[name] / medians[1.0], "grown MiB": grown}
-        )
+    for way, median in medians.items():
+        row = {"way": f"ours, {way:.0%} kept" if isinstance(way, float) else way}
+        row |= {"seconds": median, "of all kept": median / medians[1.0], "allocated MiB": allocated[way] / 2**20}
+        if isinstance(way, float):
+            row["line"] = (medians[0.0] + way * (medians[1.0] - medians[0.0])) / medians[1.0]
+        if way in plans:
+            row["predicted MiB"] = (plans[way].estimates.peak_bytes or 0) / 2**20
+            row["plan"] = f"{plans[way].schedule.sweep}, chunks of {plans[way].schedule.chunk_size:,}"
+        rows.append(row)
     counts = workload.counts
     return {"tree": workload.name, "tree tokens": counts.tree_tokens, "tokens": counts.tokens, "rows": rows}
 
@@ -112,7 +123,7 @@ def measure(workload: Workload, repetitions: int, threads: int) -> dict[str, Any
 def show(result: dict[str, Any], console: Console) -> None:
     title = f"{result['tree']}: {result['tree tokens']:,} tree tokens of {result['tokens']:,}, median seconds"
     table = Table(title=title, box=box.SIMPLE)
-    names = ("way", "seconds", "of all kept", "line", "predicted MiB", "grown MiB", "plan")
+    names = ("way", "seconds", "of all kept", "line", "allocated MiB", "predicted MiB", "plan")
     for name in names:
         table.add_column(name, justify="left" if name in ("way", "plan") else "right", no_wrap=True)
     for row in result["rows"]:
@@ -130,6 +141,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="OUT", help="write the figures to OUT")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    counting()
     names = arguments.trees.split(",")
     folder = arguments.rollouts
     files = [name for name in names if folder is not None and (folder / f"{name}.npz").exists()]
@@ -140,7 +152,7 @@ def main() -> int:
     results = []
     console = Console(width=max(Console().width, TABLE_WIDTH))
     for name in names:
-        results.append(measure(builders[name](), arguments.repetitions, arguments.threads))
+        results.append(measure(builders[name](), arguments.repetitions, rivals_too=name != "long"))
         show(results[-1], console)
     if arguments.json:
         facts = {"threads": arguments.threads, "repetitions": arguments.repetitions, "torch": torch.__version__}

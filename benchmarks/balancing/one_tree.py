@@ -23,7 +23,7 @@ from dta_compile.estimate.over_ranks import OverRanks, bytes_of_rank
 from dta_compile.estimate.predict import BYTES_16BIT, ModelShape, Ranks, cost_of, model_shape, parts_of
 from dta_compile.options import Options
 from dta_compile.plan import Limits, PrefixTree
-from dta_compile.plan.dealing import LATENCY, NVLINK, deal_out, schedule_of
+from dta_compile.plan.one_tree import LATENCY, NVLINK, deal_out, schedule_of
 
 BATCHES = ("airline_think", "airline_modprefix", "airline50_think")
 DEVICE = DEVICES["h100"]
@@ -110,7 +110,7 @@ def balance_rows(name: str, sequences: Sequence[Recorded], shape: ModelShape, co
     layer = shape.kv_width * BYTES_16BIT  # bytes
     for count in counts:
         _, plan = over(shape, count, 0).one_tree(sequences, 0)
-        dealing = plan.dealing
+        dealing = plan.one_tree
         assert dealing is not None
         dealing.check()
         received, sent = np.array(dealing.received), dealing.traffic.sum((0, 1))

@@ -28,9 +28,9 @@ from dta_compile.cli.arguments import (
     write,
 )
 from dta_compile.cli.check import add_check
-from dta_compile.cli.compare import add_compare, compare, print_totals, totals
 from dta_compile.cli.estimate_command import add_estimate
-from dta_compile.cli.ranks import add_ranks, plan_over_ranks, print_ranks
+from dta_compile.cli.plan_ranks import add_ranks, plan_over_ranks, print_ranks
+from dta_compile.cli.plan_totals import add_compare, compare, print_totals, totals
 from dta_compile.cli.split import add_split
 from dta_compile.cli.why_command import add_why
 from dta_compile.data import Recorded, Recording

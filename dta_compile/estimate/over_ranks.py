@@ -25,8 +25,8 @@ from dta_compile.estimate.predict import (
 from dta_compile.options import Options
 from dta_compile.plan import Limits, Plan, PrefixTree, Schedule, balance, bytes_of_halves, make_plan, simulate
 from dta_compile.plan.cost import BUDGET_SHARE, BY_STAGES, chunk_sizes
-from dta_compile.plan.dealing import blocks, deal_out, exchange_seconds, schedule_of
 from dta_compile.plan.division.pieces import Dealing
+from dta_compile.plan.one_tree import blocks, deal_out, exchange_seconds, schedule_of
 from dta_compile.plan.plan import plan_one_tree
 
 

@@ -19,8 +19,8 @@ from dta_compile.files import write_output
 from dta_compile.options import MOST_BYTES, Options, as_integer
 from dta_compile.plan.choice import Candidates
 from dta_compile.plan.cost import BY_STAGES, Limits, chunk_sizes
-from dta_compile.plan.dealing import LATENCY, NVLINK, deal_out, exchange_seconds, schedule_of
 from dta_compile.plan.division.pieces import Dealing
+from dta_compile.plan.one_tree import LATENCY, NVLINK, deal_out, exchange_seconds, schedule_of
 from dta_compile.plan.peak_memory import Footprint, PartBytes
 from dta_compile.plan.schedule import Schedule
 from dta_compile.plan.simulate import Simulation, causal_pairs, simulate

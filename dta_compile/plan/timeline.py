@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from dta_compile.plan.cost import Limits
-from dta_compile.plan.dealing import chunks_of
 from dta_compile.plan.division.pieces import Dealing
 from dta_compile.plan.interpret import Work, interpret
+from dta_compile.plan.one_tree import chunks_of
 from dta_compile.plan.peak_memory import bytes_by_op
 from dta_compile.plan.schedule import Attach, Op, Schedule, extent, format_op
 from dta_compile.plan.tree.chunk import Chunk, Slice

@@ -11,9 +11,9 @@ from typing import NoReturn
 import numpy as np
 
 from dta_compile.errors import ScheduleError
-from dta_compile.plan.dealing import chunks_of
 from dta_compile.plan.division.pieces import Dealing
 from dta_compile.plan.interpret import Interpreter
+from dta_compile.plan.one_tree import chunks_of
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule, extent
 from dta_compile.plan.simulate import Simulation, by_group, simulate
 from dta_compile.plan.tree.chunk import Chunk, Slice

@@ -18,6 +18,8 @@ with needed_for("symbolic batch and token sizes"):
     from torch.utils._sympy.printers import PythonPrinter
     from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+    replace_symbol = ShapeEnv._set_replacement
+
 
 def unite_symbols(env: ShapeEnv) -> None:
     """Give sizes one symbol that a guard on sums makes equal: from `a + c == b + c`, the environment draws no `a == b`.
@@ -33,4 +35,4 @@ def unite_symbols(env: ShapeEnv) -> None:
             continue
         one, other = symbols
         if difference in (one - other, other - one):
-            env._set_replacement(other, one, "a guard on sums of sizes")
+            replace_symbol(env, other, one, "a guard on sums of sizes")

@@ -51,7 +51,7 @@ def sharded(
     assert_equal(trained(ranks, scatter=False).parameters(), expected, EXACT)
     assert per_layer.is_sharded(ranks.wrapped)
     plan = dta_compile.last_plan(ranks.wrapped)
-    assert sum(plan.dealing.tokens) == plan.stats.tree_tokens
+    assert sum(plan.one_tree.tokens) == plan.stats.tree_tokens
 
 
 def hybrid() -> None:
@@ -135,8 +135,8 @@ def drawn(
             optimizer.step()
             one.zero_grad()
         plan = dta_compile.last_plan(compiled)
-        assert sum(plan.dealing.tokens) == plan.stats.tree_tokens, str(plan)
-        assert plan.dealing.ranks == (ranks or dist.get_world_size())
+        assert sum(plan.one_tree.tokens) == plan.stats.tree_tokens, str(plan)
+        assert plan.one_tree.ranks == (ranks or dist.get_world_size())
 
 
 def logprobs(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -221,7 +221,7 @@ def cheaper_or_not() -> None:
     weighted(compiled(ids)).backward()
     plan = dta_compile.last_plan(compiled)
     chosen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(chosen, plan.dealing is None)
+    dist.all_gather_object(chosen, plan.one_tree is None)
     assert len(set(chosen)) == 1 and "one tree takes" in str(plan), str(plan)
 
 

@@ -19,7 +19,7 @@ from dta_compile.estimate.predict import Ranks, model_shape
 from dta_compile.options import Options
 from dta_compile.plan import Footprint, Limits, PartBytes, Plan
 from dta_compile.plan.cost import BY_STAGES, chunk_sizes
-from dta_compile.plan.dealing import NVLINK
+from dta_compile.plan.one_tree import NVLINK
 
 MOST_RANKS = 2**12
 BOTH = ("own trees (balance)", "one tree")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from dta_compile.errors import OptionError, PlanError, ScheduleError
 from dta_compile.options import Options
 from dta_compile.plan import CostModel, Footprint, Limits, PartBytes, PrefixTree, Schedule, plan, verify
-from dta_compile.plan.dealing import KeptByParts, deal_out, exchange_seconds, schedule_of
 from dta_compile.plan.division.pieces import Dealing
+from dta_compile.plan.one_tree import KeptByParts, deal_out, exchange_seconds, schedule_of
 from tests.support.pages import read_page
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), max_size=14), max_size=9)

@@ -110,7 +110,7 @@ def balance_rows(name: str, sequences: Sequence[Recorded], shape: ModelShape, co
     layer = shape.kv_width * BYTES_16BIT  # bytes
     for count in counts:
         _, plan = over(shape, count, 0).one_tree(sequences, 0)
-        dealing = plan.one_tree
+        dealing = plan.dealing
         assert dealing is not None
         dealing.check()
         received, sent = np.array(dealing.received), dealing.traffic.sum((0, 1))

@@ -77,8 +77,8 @@ def ran(model: nn.Module) -> tuple[str, list[int], float]:
     plan = dta_compile.last_plan(model.module)
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, (plan.stats.tree_tokens, plan.estimates.seconds))
-    tokens = [count for count, _ in of_ranks] if plan.one_tree is None else plan.one_tree.tokens
-    return "own trees" if plan.one_tree is None else "one tree", tokens, max(seconds for _, seconds in of_ranks)
+    tokens = [count for count, _ in of_ranks] if plan.dealing is None else plan.dealing.tokens
+    return "own trees" if plan.dealing is None else "one tree", tokens, max(seconds for _, seconds in of_ranks)
 
 
 def measure(

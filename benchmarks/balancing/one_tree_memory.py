@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.measuring.allocations import allocated_at_the_peak, counting
-from dta_compile.plan import dealing
+from dta_compile.plan import one_tree
 
 HEAD = """\
 | ranks | tokens | tokens of a piece, at most | MB of each rank, at the peak of a step | seconds |
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--block-kib", type=int, default=64, help="of states that travel at once (default: 64)")
     arguments = parser.parse_args()
     counting()
-    dealing.BLOCK_BYTES = arguments.block_kib * 1024
+    one_tree.BLOCK_BYTES = arguments.block_kib * 1024
     dist.init_process_group("gloo")
     model = LogProbs(arguments.layers)
     options = {"strategy": "one_tree", "mesh": dist.group.WORLD, "chunk_size": arguments.chunk, "memory_budget": 0}

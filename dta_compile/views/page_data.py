@@ -69,7 +69,7 @@ def picture(plan: Plan, title: str, *data: Any) -> str:
     """
     tree, schedule, limits, known = plan.prefix_tree, plan.schedule, plan.limits, Known(*data)
     facts = {"summary": str(plan), "stats": dataclasses.asdict(plan.stats), "shared": tree.shared}
-    dealing, rank = plan.one_tree, plan.rank
+    dealing, rank = plan.dealing, plan.rank
     columns = _segments(tree) | _ops(tree, schedule, dealing, rank) | _levels(tree, schedule, limits)
     columns |= _outcomes(tree, known) | _causes(tree, known)
     names = None if known.names is None else [str(name) for name in _counted("names", known.names, tree)]

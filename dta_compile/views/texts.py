@@ -71,7 +71,7 @@ def as_json(plan: Plan) -> str:
         "tree": nodes,
         "schedule": str(plan.schedule).splitlines(),
     }
-    if (dealing := plan.one_tree) is not None:
+    if (dealing := plan.dealing) is not None:
         facts: dict[str, Any] = {"rank": plan.rank, "imbalance": dealing.imbalance, "tokens": dealing.tokens}
         facts |= {"received": dealing.received, "bounds": dealing.bounds.tolist()}
         fields["ranks"] = facts | {"holders": dealing.holders.tolist()}
@@ -84,7 +84,7 @@ def as_dot(plan: Plan) -> str:
     In one tree over ranks, it lists its ranks.
     """
     lines = ["digraph prefix_tree {", "  rankdir=LR; node [shape=box, style=filled, fontname=monospace];"]
-    kind, chunks = ("chunk", _chunks_of_nodes(plan)) if plan.one_tree is None else ("rank", _ranks_of_nodes(plan))
+    kind, chunks = ("chunk", _chunks_of_nodes(plan)) if plan.dealing is None else ("rank", _ranks_of_nodes(plan))
     for node, data in plan.tree.nodes(data=True):
         names = ", ".join(f"{kind} {chunk}" for chunk in chunks[node])
         hue = chunks[node][0] * GOLDEN_RATIO % 1
@@ -112,7 +112,7 @@ def _chunks_of_nodes(plan: Plan) -> list[list[int]]:
 
 def _ranks_of_nodes(plan: Plan) -> list[list[int]]:
     """Return the ranks that run each segment, in the order of its tokens."""
-    tree, dealing = plan.prefix_tree, plan.one_tree
+    tree, dealing = plan.prefix_tree, plan.dealing
     assert dealing is not None
     ends = tree.row + tree.stop - tree.start - 1
     pieces = zip(dealing.owners(tree.row).tolist(), dealing.owners(ends).tolist(), strict=True)

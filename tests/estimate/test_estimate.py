@@ -259,7 +259,7 @@ def test_one_tree_over_ranks_runs_fewer_tokens_in_even_shares(config, sequences)
     own, (one, plan) = both.own_trees(sequences), both.one_tree(sequences, 1)
     assert one.tokens == tree_of(sequences).num_rows < own.tokens
     assert one.imbalance < 1.05
-    assert plan.rank == 1 and one.received == max(plan.one_tree.received)
+    assert plan.rank == 1 and one.received == max(plan.dealing.received)
     faster = dataclasses.replace(both, link=2e9).one_tree(sequences, 1)[0]
     assert 0 < faster.exchange < one.exchange and faster.seconds < one.seconds
     assert 0 < one.peak_bytes < H100.memory

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dta_compile
 from dta_compile.errors import DTAError, RuntimeContractError
-from dta_compile.plan import dealing
+from dta_compile.plan import one_tree
 from dta_compile.runtime.one_tree import call
 from tests.support import mixtures, per_layer, recurrent, tensor_parallel
 from tests.support.ranks import EXACT, Trained, Wrapped, assert_equal, reference, trained
@@ -51,7 +51,7 @@ def sharded(
     assert_equal(trained(ranks, scatter=False).parameters(), expected, EXACT)
     assert per_layer.is_sharded(ranks.wrapped)
     plan = dta_compile.last_plan(ranks.wrapped)
-    assert sum(plan.one_tree.tokens) == plan.stats.tree_tokens
+    assert sum(plan.dealing.tokens) == plan.stats.tree_tokens
 
 
 def hybrid() -> None:
@@ -135,8 +135,8 @@ def drawn(
             optimizer.step()
             one.zero_grad()
         plan = dta_compile.last_plan(compiled)
-        assert sum(plan.one_tree.tokens) == plan.stats.tree_tokens, str(plan)
-        assert plan.one_tree.ranks == (ranks or dist.get_world_size())
+        assert sum(plan.dealing.tokens) == plan.stats.tree_tokens, str(plan)
+        assert plan.dealing.ranks == (ranks or dist.get_world_size())
 
 
 def logprobs(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,7 @@ def toys() -> Iterator[tuple[str, Callable[[], None]]]:
     for name, build in builds.items():
 
         def run(name: str = name, build: Callable[[], nn.Module] = build) -> None:
-            of_attention = patch.object(dealing, "BLOCK_BYTES", 1)  # keys and values travel by heads
+            of_attention = patch.object(one_tree, "BLOCK_BYTES", 1)  # keys and values travel by heads
             with no_float32_islands() if name in IN_FLOAT64 else of_attention:
                 drawn(lambda: _Toy(build()), range(5), tolerance=IN_FLOAT64.get(name, ISLANDS))
 
@@ -187,7 +187,7 @@ def two_backwards() -> None:
 
 def packed_rows() -> None:
     """Compare packed rows, whose sequences share prefixes with those of other ranks."""
-    with no_float32_islands(), patch.object(dealing, "BLOCK_BYTES", 1):  # keys and values travel by heads
+    with no_float32_islands(), patch.object(one_tree, "BLOCK_BYTES", 1):  # keys and values travel by heads
         _packed_rows()
 
 
@@ -221,7 +221,7 @@ def cheaper_or_not() -> None:
     weighted(compiled(ids)).backward()
     plan = dta_compile.last_plan(compiled)
     chosen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(chosen, plan.one_tree is None)
+    dist.all_gather_object(chosen, plan.dealing is None)
     assert len(set(chosen)) == 1 and "one tree takes" in str(plan), str(plan)
 
 

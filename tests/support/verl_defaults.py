@@ -137,7 +137,7 @@ def main() -> None:
         exact = trained(verl_cpu.REFERENCE, path, rollouts, False, sgd)[0] if mixed else expected
     tokens = sum(map(len, rollouts))
     plan = last_plan(engine.token_values)
-    ran = gathered(plan.prefix_tree.num_rows if plan.one_tree is None else plan.one_tree.tokens[plan.rank])
+    ran = gathered(plan.prefix_tree.num_rows if plan.dealing is None else plan.dealing.tokens[plan.rank])
     given = gathered(PrefixTree.build([one.tokens for one in expected["given"]]).num_rows)
     names = expected["weights"].keys()
 

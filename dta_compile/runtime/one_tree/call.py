@@ -199,8 +199,8 @@ def _way(own: PlannedCall, mode: str, facts: Sequence[Facts], limits: Limits, ra
 def _piece_call(own: PlannedCall, ranks: Ranks, group: Group, way: _Way) -> PieceCall:
     """Return the call of a rank's pieces; `ranks` decide together, `group` runs one tree."""
     rows, begins, plan = way.rows, way.begins, way.plan
-    assert plan.one_tree is not None
-    routes, heads = StateRoutes(plan.one_tree, group.rank), head_routes(rows, plan.one_tree, begins, group.rank)
+    assert plan.dealing is not None
+    routes, heads = StateRoutes(plan.dealing, group.rank), head_routes(rows, plan.dealing, begins, group.rank)
     of_tokens = rows.head_rows.reshape(-1)[begins[group.rank] : begins[group.rank + 1]]
     layout = dataclasses.replace(own.layout, rows=_own_heads(own, of_tokens, heads, len(rows.head_positions)))
     wanted = [number for number, is_wanted in enumerate(own.wanted) if is_wanted]
@@ -221,7 +221,7 @@ def _piece_call(own: PlannedCall, ranks: Ranks, group: Group, way: _Way) -> Piec
         routes=routes,
         heads=heads,
         owned=OwnedRows(group, heads, layout, own.executable.frontier, wanted),
-        inputs=_moved_inputs(own, group, rows, plan.one_tree, begins),
+        inputs=_moved_inputs(own, group, rows, plan.dealing, begins),
         spans=spans,
     )
 

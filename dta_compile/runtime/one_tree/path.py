@@ -17,7 +17,7 @@ import torch
 from dta_compile.distributed.group import Group
 from dta_compile.executable.layers import AttentionLayer, MixerLayer, StateSpec
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.plan import dealing
+from dta_compile.plan import one_tree
 from dta_compile.runtime.attention.layer import AttentionRuntime
 from dta_compile.runtime.one_tree.routes import Piece, StateRoutes
 from dta_compile.runtime.one_tree.running import RunningRows
@@ -164,7 +164,7 @@ class PiecePath(PathStack):
         if not isinstance(spec, AttentionLayer) or type(runtime) is not AttentionRuntime or len(operands) > 3:
             return [Heads()]
         width = sum(state.dtype.itemsize * int(np.prod(state.of_tokens(1))) for state in spec.states)
-        most = min(dealing.blocks(self.routes.most_read[self._number] * width), spec.kv_heads)
+        most = min(one_tree.blocks(self.routes.most_read[self._number] * width), spec.kv_heads)
         count = next((count for count in range(most, 1, -1) if spec.kv_heads % count == 0), 1)
         if count == 1:
             return [Heads()]

@@ -48,7 +48,12 @@ def workload(seed: int, is_sharded: bool) -> Workload:
 
 
 def prepared(
-    method: str, layers: int, dtype: torch.dtype, policy: str, options: dict[str, Any], workloads: list[Workload]
+    method: str,
+    layers: int,
+    dtype: torch.dtype,
+    sharding: dict[str, Any],
+    options: dict[str, Any],
+    workloads: list[Workload],
 ) -> Any:
     """Return the model, its steps and a function that says what the plan of the last one predicted."""
     torch.manual_seed(0)
@@ -56,9 +61,8 @@ def prepared(
     config.tie_word_embeddings = False
     model = AutoModelForCausalLM.from_config(config).train().to(dtype)
     if dist.is_initialized():
-        how = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if policy else None
         for module in [*model.model.layers, model]:
-            fully_shard(module, **({"mp_policy": how} if how else {}))
+            fully_shard(module, **sharding)
     if method in ("packed", "eager"):
         prepare = (sparse_checkpoint if method == "packed" else checkpoint)(model)
         return model, [prepare(batch) for batch in workloads], lambda: 0
@@ -108,8 +112,11 @@ def measure(arguments: argparse.Namespace) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     batches = [workload(10 * seed + rank, arguments.ranks > 1) for seed in range(2)]
     dtype = getattr(torch, arguments.dtypes)
+    sharding: dict[str, Any] = {"reshard_after_forward": False} if arguments.keep_gathered else {}
+    if arguments.policy:
+        sharding["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, (warm_up, step), plan_of = prepared(
-        arguments.methods, int(arguments.layers), dtype, arguments.policy, json.loads(arguments.options), batches
+        arguments.methods, int(arguments.layers), dtype, sharding, json.loads(arguments.options), batches
     )
     if arguments.optimizer:
 
@@ -162,6 +169,7 @@ def main() -> int:
     parser.add_argument("--layers", default="24", help="default: %(default)s")
     parser.add_argument("--dtypes", default="float32", help="of the model; default: %(default)s")
     parser.add_argument("--policy", default="", help="'mixed': FSDP2 computes in bfloat16")
+    parser.add_argument("--keep-gathered", action="store_true", help="FSDP2 with reshard_after_forward=False")
     parser.add_argument("--options", default="{}", help="further options of ours, such as '{\"groups\": 4}'")
     parser.add_argument("--optimizer", action="store_true", help="update each parameter as its gradient arrives")
     parser.add_argument("--ranks", type=int, default=1, help="default: %(default)s")

@@ -103,9 +103,37 @@ def with_alibi(model, q, k, v, pairs):  # BLOOM
     return (weights @ v).view(batch, HEADS, tokens, -1).transpose(1, 2)
 
 
+def divided_after_the_mask(model, q, k, v, pairs):  # GPT-J
+    q, k, v = by_heads(q, k, v)
+    hidden = ~torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    scores = (q @ k.mT).masked_fill(hidden, torch.finfo(q.dtype).min) / torch.sqrt(torch.tensor(5.0))
+    return ((scores * torch.tensor(3).float().rsqrt().pow(0.5)).softmax(-1) @ v).transpose(1, 2)
+
+
 def test_what_is_done_to_scores():
     ways = with_a_buffer, gated, with_sinks, with_sinks_in_front, with_a_scale_a_head, with_alibi
+    ways += (divided_after_the_mask,)
     assert_equals_eager(WrittenLM(*ways), shared_ids(4, 9))
+
+
+def test_operands_taken_of_heads_that_are_merged_with_sequences():
+    def unbound(model, q, k, v, pairs):
+        batch, tokens = q.shape[:2]
+        both = torch.stack([q, k, v], 2).permute(2, 0, 3, 1, 4).reshape(3, batch * HEADS, tokens, -1)
+        q, k, v = both.unbind(0)
+        return (causal(q @ k.mT) @ v).view(batch, HEADS, tokens, -1).transpose(1, 2)
+
+    def selected(model, q, k, v, pairs):
+        both = torch.stack([q, k, v], 3).transpose(1, 2).flatten(0, 1).transpose(1, 2)  # [B * H, 3, S, D]
+        q, k, v = both[:, 0], both[:, -2], both[:, 2]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).unflatten(0, (-1, HEADS)).transpose(1, 2)
+
+    def split(model, q, k, v, pairs):
+        both = torch.cat([q, k, v], -1).transpose(1, 2).flatten(0, 1)  # [B * H, S, 3 * D]
+        q, k, v = both[..., : q.shape[-1]], both.chunk(3, -1)[1], both[..., -v.shape[-1] :]
+        return (causal(q @ k.mT) @ v).unflatten(0, (-1, HEADS)).transpose(1, 2)
+
+    assert_equals_eager(WrittenLM(unbound, selected, split), shared_ids(4, 9))
 
 
 def squared(model, q, k, v, pairs):

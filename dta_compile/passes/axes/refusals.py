@@ -91,7 +91,8 @@ SELECTED = Advice(
     " dta_compile.expert_linear and expert_sum"
 )
 DROPOUT = Advice(
-    "set the model's dropout to 0, or call model.eval()",
+    "set the model's dropout to 0, or call model.eval() (F.dropout drops in eval mode, too, without"
+    " training=self.training)",
     "dropout cannot run over a prefix tree: every rollout would need its own random mask",
     "dropout p = 0",
 )

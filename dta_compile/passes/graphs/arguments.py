@@ -64,6 +64,22 @@ def select_of(node: fx.Node) -> tuple[fx.Node, int, Any] | None:
     return None
 
 
+def run_of(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
+    """Return value, dimension, start and length of a slice or a result of a split; None for others or symbolic ones."""
+    if (part := slice_of(node)) is not None:
+        source, dim, start = part
+    elif is_item(node) and node.args[0].target in (aten.split.Tensor, aten.split_with_sizes.default):
+        source, dim, lengths = node.args[0].args[0], dim_of(node.args[0]), node.args[0].args[1]
+        index = node.args[1]
+        start = sum(lengths[:index]) if isinstance(lengths, (list, tuple)) else lengths * index
+    else:
+        return None
+    size, length = sizes(source)[dim], sizes(node)[dim]
+    if not (isinstance(start, int) and size.is_Integer and length.is_Integer):
+        return None
+    return source, dim, max(start + int(size), 0) if start < 0 else start, int(length)
+
+
 def indices_of(node: fx.Node) -> dict[int, fx.Node]:
     """Return the indices at which an operator reads or writes entries, by dimension of its operand."""
     if node.target is aten.embedding.default:

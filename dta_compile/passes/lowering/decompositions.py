@@ -193,6 +193,7 @@ def capture_attention(
             where=where_now(),
             expected="query, key and value of shape [batch, heads, tokens, head_dim]",
             got=f"ranks {ranks[0]}, {ranks[1]} and {ranks[2]}",
+            hint="merge further dimensions with the heads or with the batch, and split them again afterwards",
         )
     if ranks[0] == 3:
         # A constant first size counts the heads of one sequence; a symbolic one counts sequences with one head.

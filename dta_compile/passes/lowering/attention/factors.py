@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.graphs.arguments import operand_dims
+from dta_compile.passes.graphs.arguments import operand_dims, run_of, select_of
 from dta_compile.passes.graphs.nodes import SizeNodes, call, copy_stack_trace, erase_unused, filled_with
 from dta_compile.passes.graphs.operators import (
     CASTS,
@@ -39,6 +39,17 @@ MOVES = (
     | DIFFERENTIABLE_COPIES
     | MAYBE_COPIES
     | {aten.expand.default, aten.repeat.default, aten.slice.Tensor}
+)
+# Operators by which models compute a scale from numbers: `scores / torch.sqrt(torch.tensor(head_dim))`.
+SCALINGS = frozenset(
+    {
+        aten.sqrt.default,
+        aten.rsqrt.default,
+        aten.reciprocal.default,
+        aten.mul.Tensor,
+        aten.div.Tensor,
+        aten.pow.Tensor_Scalar,
+    }
 )
 
 
@@ -207,8 +218,21 @@ def number_of(value: Any) -> float | None:
         constant = getattr(value.graph.owning_module, str(value.target), None) if value.op == "get_attr" else None
         if isinstance(constant, torch.Tensor) and constant.dim() == 0:
             return float(constant)
-        value = filled_with(value)
+        value = _computed(value) if value.target in SCALINGS else filled_with(value)
     return float(value) if isinstance(value, (int, float)) else None
+
+
+def _computed(node: fx.Node) -> float | None:
+    """Return the result of an operator on numbers, rounded to its dtype; None if an operand is not known to be one."""
+    if node.meta["val"].dim():
+        return None
+    numbers = []
+    for value in node.args:
+        if (number := number_of(value)) is None:
+            return None
+        is_tensor = isinstance(value, fx.Node)
+        numbers.append(torch.tensor(number, dtype=value.meta["val"].dtype) if is_tensor else value)
+    return float(node.target(*numbers))
 
 
 def _is_part(node: fx.Node) -> bool:
@@ -230,6 +254,21 @@ def rewrite_products(graph: fx.Graph, rewrite: Callable[[Arranger, fx.Node], Non
         with graph.inserting_before(node), contextlib.suppress(Mismatch):
             rewrite(arranger, node)
             copy_stack_trace(node)
+    erase_unused(graph)
+
+
+def take_parts_before_moves(graph: fx.Graph) -> None:
+    """Move parts of values instead of taking parts of moved values: `qkv.reshape(3, B * H, S, D).unbind(0)`.
+
+    A part's own dimensions are no products then, so that `Arranged` can undo the moves.
+    """
+    arranger = Arranger(graph)
+    for node in list(graph.nodes):
+        part = select_of(node) or run_of(node)
+        if part is None or part[0].target not in MOVES or not any(size.is_Mul for size in sizes(node)):
+            continue
+        with graph.inserting_before(node), contextlib.suppress(Mismatch):
+            node.replace_all_uses_with(arranger.part(Arranged.of(part[0]), *part[1:]))
     erase_unused(graph)
 
 
@@ -261,6 +300,29 @@ class Arranger:
             node = self._shaped(node, [[leaf] if leaf in has else [] for leaf in order])
             node = call(self.graph, aten.expand.default, node, [self.size([leaf]) for leaf in order])
         return self._shaped(node, dims)
+
+    def part(self, value: Arranged, dim: int, start: Any, length: int | None = None) -> fx.Node:
+        """Build the entries of a value from `start` on, along a dimension, from the same part of its base.
+
+        Args:
+            length: number of entries; None takes one, and removes the dimension.
+
+        Raises:
+            Mismatch: the dimension is not one factor of the base, or a size is no polynomial of the sizes of inputs.
+        """
+        factors, has = leaves(value.dims[dim]), [leaf for own in value.own for leaf in leaves(own)]
+        if len(factors) != 1 or factors[0] not in has:
+            raise Mismatch("a part of a dimension")
+        place, node = has.index(factors[0]), self._shaped(value.base, [[leaf] for leaf in has])
+        kept: list[Dim]
+        if length is None:
+            node, kept = call(self.graph, aten.select.int, node, place, start), []
+        else:
+            node = call(self.graph, aten.slice.Tensor, node, place, start, start + length)
+            kept = [[] if length == 1 else [Factor(sympy.Integer(length))]]
+        own, dims = [[leaf] for leaf in has], [leaves(other) for other in value.dims]
+        own[place : place + 1], dims[dim : dim + 1] = kept, kept
+        return self.arrange(Arranged(node, own, dims), dims)
 
     def _shaped(self, node: fx.Node, dims: Sequence[Dim]) -> fx.Node:
         if sizes(node) == tuple(map(product, dims)):

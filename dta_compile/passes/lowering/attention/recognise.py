@@ -41,7 +41,7 @@ from dta_compile.passes.graphs.subgraph import missing
 from dta_compile.passes.lowering.attention.bias_tables import Known, Tables
 from dta_compile.passes.lowering.attention.dimensions import CHANGES, Attention
 from dta_compile.passes.lowering.attention.distances import Distances
-from dta_compile.passes.lowering.attention.factors import MOVES, Arranger, Mismatch
+from dta_compile.passes.lowering.attention.factors import MOVES, Arranger, Mismatch, take_parts_before_moves
 from dta_compile.passes.lowering.attention.profiles import Profiles
 from dta_compile.passes.lowering.attention.rewrite import Rewrite
 from dta_compile.passes.lowering.attention.scores import FLOORS
@@ -66,6 +66,7 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
         is none. Nodes that were not replaced, and their products of queries and keys, have their own reason in
         `meta["unrecognised"]`.
     """
+    take_parts_before_moves(graph)
     data = [node for node in graph.find_nodes(op="placeholder") if node not in weights and has_tensor(node)]
     scores = _Search(descendants(graph, data))
     spell_softmaxes(graph, lambda node: scores.path_to(node) is not None)

@@ -641,7 +641,7 @@ def test_logits_of_masked_entries_are_minus_infinity():
 
 # Memory.
 
-LARGE = 1000
+LARGE = 2000
 
 
 @pytest.fixture(scope="module", params=[pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)

@@ -40,7 +40,7 @@ GENERATION = (
 NO_ATTENTION = (
     "a graph that trains parameters has no scaled_dot_product_attention: it runs as captured, and rows share nothing "
     "(of recurrent and convolutional models, those run over a prefix tree that call functions of transformers, fla, "
-    "mamba-ssm or causal-conv1d)"
+    "mamba-ssm or causal-conv1d, or dta_compile.linear_attention and its like)"
 )
 NO_ATTENTION_HERE = (
     "the model breaks into several graphs, and one that trains parameters has no attention: it runs as captured, and "

@@ -399,6 +399,7 @@ SIZES = {
     "gated_delta_rule": [(2, 3), (2, 3), (4, 5), (4,), (4,)],
     "linear_attention": [(2, 3), (2, 3), (4, 5), (4, 3)],
     "linear_recurrence": [(5,), (5,)],
+    "cumulative_sum": [(5,), (5,)],
     "selective_scan": [(5,), (5,), (5, 3), (3,), (3,)],
 }
 

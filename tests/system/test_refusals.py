@@ -123,8 +123,8 @@ def convolution(block, x, q, k, v):
     return block.conv(x.transpose(1, 2))[..., 1 : x.shape[1] + 1].transpose(1, 2)
 
 
-def cumulative_sum(block, x, q, k, v):
-    return x.cumsum(1)
+def cumulative_product(block, x, q, k, v):
+    return x.cumprod(1)
 
 
 def scan(block, x, q, k, v):
@@ -230,9 +230,9 @@ def clipped_gradient(block, x, q, k, v):
         (every_second, "hides earlier tokens in another way than padding, a sliding window or chunks"),
         (prefix_lm, "lets tokens attend to later ones"),
         (convolution, "it convolves along the token axis"),
-        (cumulative_sum, "a recurrence over tokens runs over the tree if it calls dta_compile.linear_recurrence"),
-        (scan, "linear_recurrence(x, x.new_ones(()))"),
-        (mean_of_earlier, "linear_recurrence(x, x.new_ones(())) / torch.arange(1, x.shape[1] + 1)[:, None]"),
+        (cumulative_product, "a recurrence over tokens runs over the tree if it calls dta_compile.linear_recurrence"),
+        (scan, "selective_scan or short_convolution in place of a loop or a scan, or x.cumsum(1)"),
+        (mean_of_earlier, "x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]"),
         (sigmoid_of_scores, "attention is written out with another function of scores than a softmax"),
         (first_token_written, "torch.where((torch.arange(x.shape[1]) == 0)[:, None], 0, x)"),
         (batch_norm, "batch norm takes its statistics of all tokens"),
@@ -263,7 +263,7 @@ def test_refusals_name_the_cause_and_the_users_line(change, message):
 
 def test_what_refusals_advise_runs():
     def advised(block, x, q, k, v):
-        mean = dta_compile.linear_recurrence(x, x.new_ones(())) / torch.arange(1, x.shape[1] + 1)[:, None]
+        mean = x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
         return mean + torch.where((torch.arange(x.shape[1]) == 0)[:, None], 0, x)
 
     torch._dynamo.reset()
@@ -433,7 +433,7 @@ def test_models_without_attention_say_that_they_share_nothing_and_losses_say_not
 def test_a_refusal_can_fall_back_to_dense_with_a_warning(caplog):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Model(cumulative_sum)
+    model = Model(cumulative_product)
     ids = torch.randint(0, VOCABULARY, (3, 9))
     compiled = torch.compile(model, backend="dta", options={"fallback": "dense"})
     with caplog.at_level("WARNING", logger="dta_compile"):
@@ -443,6 +443,6 @@ def test_a_refusal_can_fall_back_to_dense_with_a_warning(caplog):
 
 def test_explain_reports_a_refusal_instead_of_raising():
     torch._dynamo.reset()
-    report = dta_compile.explain(Model(cumulative_sum), torch.randint(0, VOCABULARY, (3, 9)))
+    report = dta_compile.explain(Model(cumulative_product), torch.randint(0, VOCABULARY, (3, 9)))
     assert report.refusal is not None
     assert "accumulates along the token axis" in str(report)

@@ -6,6 +6,7 @@
     linear_attention    S = exp(decay) S;  S = S + key value^T;  out = scale query^T S
     selective_scan      h = exp(step A) h + (step value) B^T;  out = h C
     linear_recurrence   h = factor h + value;  out = h                                            (channel by channel)
+    cumulative_sum      the same with factors of one
 
 Shapes with H heads, of which H // G consecutive ones share queries and keys: query and key `[B, S, G, K]`, value
 `[B, S, H, V]`, log decay `[B, S, H]` or by channel `[B, S, H, K]` (at most zero), beta `[B, S, H]`. Shapes with D
@@ -344,6 +345,7 @@ LINEAR_RECURRENCE = Recurrence(
     silent=(0,),
     scratch=_recurrence_scratch,
 )
+CUMULATIVE_SUM = dataclasses.replace(LINEAR_RECURRENCE, name="cumulative_sum", may_restart=False)
 
 RECURRENCES: dict[Mixer, Recurrence] = {}
 for _recurrence in (
@@ -353,6 +355,7 @@ for _recurrence in (
     LINEAR_ATTENTION,
     SELECTIVE_SCAN,
     LINEAR_RECURRENCE,
+    CUMULATIVE_SUM,
 ):
     _define(_recurrence)
     RECURRENCES[register_mixer(_recurrence.mixer)] = _recurrence

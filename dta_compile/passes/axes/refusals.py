@@ -27,14 +27,13 @@ NEIGHBOURS = Advice(
 REGISTER = Advice("declare a rule with dta_compile.register_token_rule if the operator treats every token by itself")
 RECURRENCE = Advice(
     "a recurrence over tokens runs over the tree if it calls dta_compile.linear_recurrence, linear_attention,"
-    " gated_delta_rule, selective_scan or short_convolution in place of a loop, a scan or a cumulative sum:"
-    " x.cumsum(1) is linear_recurrence(x, x.new_ones(()))"
+    " gated_delta_rule, selective_scan or short_convolution in place of a loop or a scan, or x.cumsum(1)"
 )
 OTHER_TOKENS = Advice(f"{NEIGHBOURS.hint}; {RECURRENCE.hint}")
 WRITES = Advice("write to some tokens by a condition: torch.where((torch.arange(x.shape[1]) == 0)[:, None], 0, x)")
 MATRIX_OF_TOKENS = Advice(
     "weights of earlier tokens that are no attention are a recurrence: the mean of all of them is"
-    " dta_compile.linear_recurrence(x, x.new_ones(())) / torch.arange(1, x.shape[1] + 1)[:, None]"
+    " x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]"
 )
 SCORES = Advice(
     "attention runs over the tree if it is a softmax of scores: torch.nn.functional.scaled_dot_product_attention or"

@@ -111,6 +111,24 @@ def regrouped(value: fx.Node, shape: list[Any], dims: int = 1) -> fx.Node:
     return call(value.graph, aten.reshape.default, value, [*shape, *rest])
 
 
+def of_rows(value: fx.Node, dim: int, apply: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """Apply a function of `[B, S, features]` to a value of sequences along the first, tokens along dimension `dim`.
+
+    The sizes of the other dimensions are numbers.
+    """
+    rank = value.meta["val"].dim()
+    order = [0, dim, *(i for i in range(1, rank) if i != dim)]
+    rows = value if dim == 1 else call(value.graph, aten.permute.default, value, order)
+    shape = rows.meta["val"].shape
+    if rank == 3:
+        rows = apply(rows)
+    else:
+        lead = [call(value.graph, aten.sym_size.int, rows, i) for i in (0, 1)]
+        rows = apply(call(value.graph, aten.reshape.default, rows, [*lead, shape[2:].numel()]))
+        rows = call(value.graph, aten.reshape.default, rows, [*lead, *shape[2:]])
+    return rows if dim == 1 else call(value.graph, aten.permute.default, rows, [order.index(i) for i in range(rank)])
+
+
 def repeated(value: fx.Node, times: Any) -> fx.Node:
     """Repeat each row of `[N, ...]` in place, `[N * times, ...]`; `times` is a number, or the node of one."""
     wide = call(value.graph, aten.unsqueeze.default, value, 1)

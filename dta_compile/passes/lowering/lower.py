@@ -38,6 +38,7 @@ from dta_compile.passes.graphs.storage import write_to_new_values
 from dta_compile.passes.lowering import decompositions, row_loops
 from dta_compile.passes.lowering.attention.choices import recognise_choices
 from dta_compile.passes.lowering.attention.recognise import recognise_attention
+from dta_compile.passes.lowering.cumulative_sums import sums_to_recurrences
 from dta_compile.passes.lowering.decompositions import capture_attention
 from dta_compile.passes.lowering.experts.selected_rows import spread_selected_rows
 from dta_compile.passes.lowering.experts.sorted_slots import unsort_slots
@@ -110,6 +111,7 @@ def lower(program: Program) -> None:
     _forget_counts(module.graph, program)
     join_tokens(module.graph, _inputs(module, program, *TRAINED))
     pair_next_tokens(module.graph, _inputs(module, program, *TRAINED))
+    sums_to_recurrences(module.graph, _inputs(module, program, *TRAINED))
     shifts_to_mixers(module.graph, _inputs(module, program, *TRAINED))
     sizes_from_inputs(module.graph)
     merge_equal_values(module.graph, _inputs(module, program, *TRAINED))

@@ -39,6 +39,7 @@ from dta_compile.passes.graphs.nodes import (
     is_finite,
     is_float,
     is_pointwise,
+    of_rows,
     raised,
 )
 from dta_compile.passes.graphs.operators import (
@@ -89,7 +90,7 @@ def shifts_to_mixers(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
     parameters = list(parameters)
     data = [node for node in graph.find_nodes(op="placeholder") if node not in parameters and has_tensor(node)]
     with_gradient, of_data = descendants(graph, parameters), descendants(graph, data)
-    before = ancestors([*calls, *_layers(graph, of_data)])
+    before = ancestors([*calls, *layers(graph, of_data)])
     for batch, tokens in (first, *over) if first[1].free_symbols else ():
         for node in list(graph.nodes):
             if node.target not in ROOTS or node not in before or node not in with_gradient or not is_float(node):
@@ -100,7 +101,7 @@ def shifts_to_mixers(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
         erase_unused(graph)
 
 
-def _layers(graph: fx.Graph, of_data: set[fx.Node]) -> list[fx.Node]:
+def layers(graph: fx.Graph, of_data: set[fx.Node]) -> list[fx.Node]:
     """Return the products of data with values of parameters alone; a loss applies none to the values that it shifts."""
     products = (node for node in graph.nodes if node.target in MATRIX_PRODUCTS and node in of_data)
     return [node for node in products if any(has_tensor(arg) and arg not in of_data for arg in node.args[-2:])]
@@ -439,24 +440,17 @@ class _Shifts:
         if node not in self.with_gradient:
             pads = [*[0, 0] * (self.back - 1), count, -count]
             return call(self.graph, aten.constant_pad_nd.default, node, pads)
-        graph, dim, value = self.graph, self._dim(node), node.meta["val"]
+        dim = self._dim(node)
         self._require(dim > 0 and sizes(node)[0] == self.batch)
-        order = [0, dim, *(i for i in range(1, value.dim()) if i != dim)]
-        rows = node if dim == 1 else call(graph, aten.permute.default, node, order)
-        shape = rows.meta["val"].shape
-        features = shape[2:].numel()
-        self._require(isinstance(features, int))
-        if len(shape) != 3:
-            lead = [call(graph, aten.sym_size.int, rows, i) for i in (0, 1)]
-            rows = call(graph, aten.reshape.default, rows, [*lead, features])
-        taps = [call(graph, aten.full.default, [features, n], tap, **_like(node)) for n, tap in ((1, 1), (count, 0))]
-        weight = call(graph, aten.cat.default, taps, 1)
-        rows = call(graph, torch.ops.dta.token_shift.default, rows, weight, None)
-        if len(shape) != 3:
-            rows = call(graph, aten.reshape.default, rows, [*lead, *shape[2:]])
-        return (
-            rows if dim == 1 else call(graph, aten.permute.default, rows, [order.index(i) for i in range(len(order))])
-        )
+        self._require(all(size.is_Integer for i, size in enumerate(sizes(node)) if i not in (0, dim)))
+
+        def shift(rows: fx.Node) -> fx.Node:
+            features, like = int(sizes(rows)[2]), _like(node)
+            taps = [call(self.graph, aten.full.default, [features, n], tap, **like) for n, tap in ((1, 1), (count, 0))]
+            weight = call(self.graph, aten.cat.default, taps, 1)
+            return call(self.graph, torch.ops.dta.token_shift.default, rows, weight, None)
+
+        return of_rows(node, dim, shift)
 
 
 def shifted(node: fx.Node, dim: int, batch: sympy.Expr, tokens: sympy.Expr) -> fx.Node:

@@ -172,9 +172,27 @@ def after_a_layer_of_zero(x, g):
     return x + torch.cat([first, F.linear(x, layer)[:, :-1]], 1)
 
 
+def averaged(x, g):
+    return g * x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+
+
+def summed_by_heads(x, g):
+    heads = (x * g).unflatten(-1, (2, -1)).permute(0, 2, 3, 1)
+    return x + torch.cumsum(heads, -1, dtype=torch.float64).permute(0, 3, 1, 2).flatten(2)
+
+
+def attended_linearly(x, g):
+    q, k = F.elu(x[..., :4]) + 1, F.elu(g[:4] * x[..., 4:8]) + 1
+    states, weights = (k[..., None] * x[:, :, None]).cumsum(1), (q * k.cumsum(1)).sum(-1, keepdim=True)
+    return (q[:, :, None] @ states).squeeze(2) / weights
+
+
 @pytest.mark.parametrize(
     "shift",
     [
+        averaged,
+        summed_by_heads,
+        attended_linearly,
         convolved,
         convolved_with_dilation,
         convolved_by_channel,
@@ -304,7 +322,34 @@ def test_what_is_before_a_sequence_is_as_in_eager_mode_or_refused():
     check(model, ids, (mask.flip(1), False), real=mask.flip(1)[..., None])
 
 
-def test_packed_rows_are_refused():
+def test_a_sum_over_padding_before_a_sequence_is_as_in_eager_mode_or_refused():
+    model, ids, mask = Shifting(lambda x, g: g * x.cumsum(1)), shared_ids(), torch.ones(5, 9, dtype=torch.bool)
+    mask[0, :2] = mask[2, :1] = False
+    check(model, ids, (mask, True), real=mask[..., None])
+    with pytest.raises(RuntimeContractError, match="padding before a sequence reaches cumulative sum"):
+        torch.compile(model, backend="dta", options=OPTIONS)(ids, (mask, False))
+
+
+def test_sums_of_losses_and_of_features_stay():
+    class Summed(Shifting):
+        def forward(self, ids):
+            logits = self.head(self.hidden(ids).cumsum(-1))
+            return logits.cumsum(1), logits.logsumexp(-1).flip(1).cumsum(1)
+
+    model, ids = Summed(added), shared_ids()
+    compiled = torch.compile(model, backend="dta", options=OPTIONS)
+
+    def step(run):
+        results = run(ids)
+        sum(map(weighted, results)).backward()
+        return results
+
+    assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
+    assert dta_compile.last_plan(compiled)
+
+
+@pytest.mark.parametrize("shift", [added, averaged])
+def test_packed_rows_are_refused(shift):
     class Packed(Shifting):
         def forward(self, ids, segments):
             x = self.embedding(ids)
@@ -312,4 +357,4 @@ def test_packed_rows_are_refused():
             return dta_compile.attention(*(heads.transpose(1, 2),) * 3, segments=segments)
 
     with pytest.raises(RuntimeContractError, match="of another sequence"):
-        torch.compile(Packed(added), backend="dta", options=OPTIONS)(shared_ids(*SEGMENTS.shape), SEGMENTS)
+        torch.compile(Packed(shift), backend="dta", options=OPTIONS)(shared_ids(*SEGMENTS.shape), SEGMENTS)

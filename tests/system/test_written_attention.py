@@ -325,6 +325,98 @@ def test_biases_by_distance():
     assert_equals_eager(WrittenLM(*ways), shared_ids(5, 9))
 
 
+def gates(model, k):
+    return (k * model.scale[:, None]).sum(-1).transpose(1, 2)  # [B, H, S]
+
+
+def by_forgetting(model, q, k, v, pairs):  # the Forgetting Transformer
+    forgotten = F.logsigmoid(gates(model, k)).cumsum(-1)
+    q, k, v = by_heads(q, k, v)
+    return (causal(q @ k.mT + forgotten[..., None] - forgotten[:, :, None]) @ v).transpose(1, 2)
+
+
+def by_forgetting_in_a_mask(model, q, k, v, pairs):
+    forgotten = F.logsigmoid(gates(model, k)).cumsum(-1)
+    bias = (forgotten.unsqueeze(-1) - forgotten.unsqueeze(-2)).masked_fill(~triangle(q.shape[1]), -torch.inf)
+    return F.scaled_dot_product_attention(*by_heads(q, k, v), bias).transpose(1, 2)
+
+
+def by_salience_beside_padding(model, q, k, v, pairs):
+    bias = torch.where(gates(model, k).mean(1, keepdim=True) > 0, gates(model, v)[:, :1], 0.0)[:, :, None]
+    bias = bias if pairs is None else bias + (1.0 - pairs[:, :, -1:].double()) * -1e30
+    q, k, v = by_heads(q, k, v)
+    return (causal((q @ k.mT + bias) / 2) @ v).transpose(1, 2)
+
+
+def by_learned_numbers_of_keys(model, q, k, v, pairs):
+    bias = model.position.weight[: q.shape[1], :HEADS].T[:, None] * 3
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) + bias.reshape(1, HEADS, 1, -1)
+    return torch.einsum("bhqk,bkhd->bqhd", causal(scores), v)
+
+
+def by_gates_beside_sinks(model, q, k, v, pairs):
+    bias, (q, k, v) = gates(model, k), by_heads(q, k, v)
+    scores = (q @ k.mT + bias[:, :, None]).masked_fill(~triangle(q.shape[2]), -torch.inf)
+    sinks = model.sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
+    return (torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v).transpose(1, 2)
+
+
+def triangle(tokens):
+    return torch.ones(tokens, tokens, dtype=torch.bool).tril()
+
+
+LEARNED_OF_KEYS = (
+    by_forgetting,
+    by_forgetting_in_a_mask,
+    by_salience_beside_padding,
+    by_learned_numbers_of_keys,
+    by_gates_beside_sinks,
+)
+
+
+def test_learned_biases_of_keys():
+    compiled = assert_equals_eager(WrittenLM(*LEARNED_OF_KEYS), shared_ids(5, 9))
+    assert dta_compile.last_plan(compiled).stats.compression > 1
+
+
+def test_a_learned_bias_of_keys_beside_padding():
+    ids = shared_ids(4, 9)
+    real = torch.ones_like(ids, dtype=torch.bool)
+    real[1, -2:] = real[3, -4:] = False
+    torch._dynamo.reset()
+    model = WrittenLM(by_salience_beside_padding)
+    compiled = torch.compile(model, backend="dta", options=OPTIONS)
+
+    def step(run):
+        loss = weighted(torch.where(real[:, 1:], log_probs(run(ids, real), ids), 0))
+        loss.backward()
+        return loss.detach()
+
+    assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
+    assert dta_compile.last_plan(compiled).stats.tree_tokens < real.sum()
+
+
+def capped_and_gated(model, q, k, v, pairs):
+    bias, (q, k, v) = gates(model, k), by_heads(q, k, v)
+    return (causal(torch.tanh(q @ k.mT) + bias[:, :, None]) @ v).transpose(1, 2)
+
+
+def with_a_bias_that_only_queries_have(model, q, k, v, pairs):
+    bias = (v * model.sinks[:, None]).sum(-1).transpose(1, 2)[..., None]
+    q, k, v = by_heads(q, k, v)
+    return (causal(q @ k.mT + bias) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [(capped_and_gated, "capped"), (with_a_bias_that_only_queries_have, "a learned bias that the softmax cancels")],
+)
+def test_learned_biases_that_are_refused(way, message):
+    torch._dynamo.reset()
+    with pytest.raises(RefusalError, match=message):
+        torch.compile(WrittenLM(way), backend="dta", options=OPTIONS)(shared_ids(4, 9))
+
+
 def steps(tokens):
     index = torch.arange(tokens)
     return index[:, None] - index
@@ -1044,7 +1136,7 @@ def test_attention_that_is_not_recognised_is_refused_after_one_that_is():
 
 def test_layers_behind_tokens_that_are_mixed_last_run_densely_with_a_warning(caplog):
     def summed(model, q, k, v, pairs):
-        return v.cumsum(1) + with_a_buffer(model, q, k, v, pairs)
+        return v.cumprod(1) + with_a_buffer(model, q, k, v, pairs)
 
     with caplog.at_level("WARNING", logger="dta_compile"):
         assert_equals_eager(WrittenLM(summed), shared_ids(4, 9))

@@ -42,6 +42,7 @@ from dta_compile.passes.lowering.attention.bias_tables import Known, Tables
 from dta_compile.passes.lowering.attention.dimensions import CHANGES, Attention
 from dta_compile.passes.lowering.attention.distances import Distances
 from dta_compile.passes.lowering.attention.factors import MOVES, Arranger, Mismatch, take_parts_before_moves
+from dta_compile.passes.lowering.attention.key_biases import KeyBiases
 from dta_compile.passes.lowering.attention.profiles import Profiles
 from dta_compile.passes.lowering.attention.rewrite import Rewrite
 from dta_compile.passes.lowering.attention.scores import FLOORS
@@ -73,7 +74,11 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
     distribute_products(graph, _Search(descendants(graph, data), parts=True).are_weights)
     search, arranger, refusal = _Search(descendants(graph, data)), Arranger(graph), None
     known: Known = {}
-    kinds = Distances, Profiles, functools.partial(Tables, weights=weights, known=known)
+    keyed, tables = (
+        functools.partial(KeyBiases, weights=weights),
+        functools.partial(Tables, weights=weights, known=known),
+    )
+    kinds = Distances, keyed, Profiles, tables
     softmaxes = [node for node in graph.nodes if node.target is aten._softmax.default]
     paths = {node: path for node in softmaxes if (path := search.path_to(node)) is not None}
     _spell_out_likes(graph, {node for path in paths.values() for node in path})

@@ -36,6 +36,7 @@ from dta_compile.passes.lowering.attention.factors import (
     moved,
     number_of,
 )
+from dta_compile.passes.lowering.attention.key_biases import KeyBiases
 from dta_compile.passes.lowering.attention.profiles import Profiles
 from dta_compile.passes.lowering.attention.scores import is_added
 from dta_compile.passes.program import ancestors, has_tensor
@@ -58,15 +59,18 @@ class Rewrite:
     ) -> None:
         self.arranger, self.attention, self.node, self.weights = arranger, attention, node, set(weights)
         self.tables = functools.partial(Tables, weights=self.weights, known=known)
+        self.keyed = functools.partial(KeyBiases, weights=self.weights)
         self.call = functools.partial(call, arranger.graph)
         self.rows = {*attention.batch, attention.token}
+        self.biases: list[Arranged] = []  # learned ones, by key
         self.queries = [attention.batch, attention.heads, [attention.token]]  # dimensions without features
 
     def run(self) -> None:
         """Insert the call, and replace the uses of the old result."""
         attention, scores = self.attention, self.attention.scores
-        biases = [mask for mask in scores.masks if self._is_of_keys(mask)]
         slopes = self._split(Distances) if self._takes_slopes() else []
+        self.biases = [part for part in self._split(self.keyed, "k") if isinstance(part, Arranged)]
+        biases = [*self.biases, *(mask for mask in scores.masks if self._is_of_keys(mask))]
         profiles, tables = self._split(Profiles), self._split(self.tables)
         if profiles and tables:
             raise Mismatch("biases by query and distance, and others by the distance alone")
@@ -176,14 +180,19 @@ class Rewrite:
         scores, query = self.attention.scores, self.attention.query.base.meta["val"]
         return scores.cap is None and scores.sinks is None and query.dtype.itemsize >= 4
 
-    def _split(self, kind: Callable[[fx.Graph, torch.dtype, bool], Distances]) -> list[Arranged | float]:
-        """Return slopes, profiles or tables of biases by the distance of query and key; leave the rest in the masks."""
+    def _split(
+        self, kind: Callable[[fx.Graph, torch.dtype, bool], Distances], over: str = "qk"
+    ) -> list[Arranged | float]:
+        """Return slopes, profiles, tables or values by key of biases that run over both tokens, or one of them.
+
+        The rest stays in the masks.
+        """
         slopes, masks = list[Arranged | float](), list[Arranged]()
         attention = self.attention
         for mask in attention.scores.masks:
             labels = labels_of([leaves(dim) for dim in mask.own], attention.token, attention.key)
             split = None
-            if is_added(mask) and {"q", "k"} <= set(labels):
+            if is_added(mask) and set(over) <= set(labels):
                 dtype = attention.scores.product.meta["val"].dtype
                 split = kind(self.arranger.graph, dtype, attention.scores.sinks is not None).split(mask.base, labels)
             parts = [part for part in split or () if isinstance(part, fx.Node)]
@@ -193,7 +202,8 @@ class Rewrite:
                 continue
             rest, slope = split
             masks += [] if rest is None else [_broadcast(mask, rest)]
-            slopes.append(_broadcast(mask, slope, attention.key) if isinstance(slope, fx.Node) else slope)
+            others = attention.key if "q" in over else None
+            slopes.append(_broadcast(mask, slope, others) if isinstance(slope, fx.Node) else slope)
         attention.scores.masks = masks
         return slopes
 
@@ -254,7 +264,7 @@ class Rewrite:
         parts = [mask for mask in scores.masks if not self._is_of_keys(mask)]
         biases = [part for part in parts if is_added(part) and part.has(key)]
         for part in [*scores.masks, *scores.constant]:
-            if is_added(part) and not part.has(key) and self._trained(part.base) and not self._is_of_scores(part.base):
+            if is_added(part) and not part.has(key) and not self._is_trained_otherwise(part.base):
                 raise Mismatch("a learned bias that the softmax cancels")  # eager's gradient is zero
         if scores.sinks is not None and len(biases) < sum(map(is_added, scores.masks)):
             raise Mismatch("something added to scores that have sinks, but not to the sinks")
@@ -272,13 +282,13 @@ class Rewrite:
             added = self.call(aten.where.self, allowed, added, never)
         return self._gated(allowed if added is None else added)
 
-    def _is_of_scores(self, node: fx.Node) -> bool:
-        """Return whether a value is computed from the scores, such as their maximum, and from no other parameters."""
+    def _is_trained_otherwise(self, node: fx.Node) -> bool:
+        """Return whether the parameters that a value has gradients for have some through what the scores consist of."""
         scores = self.attention.scores
-        beside = [by.base for _, by in scores.by if isinstance(by, Arranged)]
-        beside += [] if scores.sinks is None else [scores.sinks.base]
+        beside = [*self.biases, *(by for _, by in scores.by if isinstance(by, Arranged))]
+        beside += [] if scores.sinks is None else [scores.sinks]
         products = [each.product for each in (scores, *scores.further)]
-        return scores.product in ancestors([node]) and self._trained(node) <= self._trained(*products, *beside)
+        return self._trained(node) <= self._trained(*products, *(value.base for value in beside))
 
     def _gated(self, mask: fx.Node | None) -> fx.Node | None:
         """Add the gates of scores and softmax weights to the mask, so that the prover judges both.

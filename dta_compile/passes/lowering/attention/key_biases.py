@@ -1,0 +1,64 @@
+"""Extract learned biases of keys: numbers that parameters give to a key, whatever the query.
+
+Such a bias is one more feature of the keys, whose feature of the query is one (`rewrite`). The Forgetting Transformer
+(arXiv 2503.02130) adds `f(q) - f(k)` with a running sum `f` of gates; a softmax ignores what only the query decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile.passes.axes.shape_rules import Labels, labels_in
+from dta_compile.passes.graphs.arguments import sum_of, where_of
+from dta_compile.passes.graphs.nodes import call, is_float
+from dta_compile.passes.graphs.operators import RESHAPES, aten
+from dta_compile.passes.lowering.attention.distances import Affine, Distances, Slope, hides
+from dta_compile.passes.lowering.attention.factors import number_of
+from dta_compile.passes.program import ancestors, has_tensor
+
+
+class KeyBiases(Distances):
+    """Analysis like that of `Distances`, with values by key in the place of slopes.
+
+    Args:
+        weights: the inputs that are parameters.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, dtype: torch.dtype, exact: bool = False, *, weights: Collection[fx.Node]
+    ) -> None:
+        super().__init__(graph, dtype, exact)
+        self.weights = weights
+
+    def _rounds(self, node: fx.Node) -> bool:
+        return False
+
+    def _affine(self, node: Any, labels: Labels) -> Affine | None:
+        return None
+
+    def _own(self, node: fx.Node, labels: Labels) -> Slope | None:
+        is_of_keys = "q" not in labels and labels.count("k") == 1
+        return node if is_of_keys and is_float(node) and self._is_learned(node, labels) else None
+
+    def _is_learned(self, node: fx.Node, labels: Labels) -> bool:
+        """Return whether a value comes from parameters, and no part of it may hide keys, as a mask does."""
+        if (moved := self._source(node, labels)) is not None:
+            return self._is_learned(*moved)
+        selected, added = where_of(node), sum_of(node)
+        parts = selected[1:] if selected else added[:2] if added else ()
+        if not parts:
+            return not ancestors([node], stop=lambda value: not has_tensor(value)).isdisjoint(self.weights)
+        values = [part for part in parts if number_of(part) is None]
+        return not any(map(hides, parts)) and all(
+            isinstance(value, fx.Node) and self._is_learned(value, labels_in(value, labels)) for value in values
+        )
+
+    def _moved(self, node: fx.Node, slope: Slope, labels: Labels) -> Slope | None:
+        if not isinstance(slope, fx.Node) or node.target not in RESHAPES:
+            return super()._moved(node, slope, labels)
+        shape = [1 if label == "q" else size for label, size in zip(labels, node.args[1], strict=True)]
+        return call(self.graph, aten.reshape.default, slope, shape)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import fx, nn
 
@@ -270,10 +271,11 @@ class _Localiser:
     def _enter(self, node: fx.Node, mesh: Any) -> None:
         if mesh.ndim != 1:
             self._refuse(node, "a model is split over a mesh of several dimensions", f"{tuple(mesh.shape)}")
+        # DTensor takes equal meshes for one another, so that a value may name an earlier one, with a group of its own.
         group = mesh.get_group()
-        if self.group is not None and self.group.group_name != group.group_name:
+        self.group = self.group or group
+        if dist.get_process_group_ranks(self.group) != dist.get_process_group_ranks(group):
             self._refuse(node, "a model is split over several groups of ranks", f"{mesh}")
-        self.group = group
 
     def _check(self, node: fx.Node, part: _Part) -> None:
         """Raise `RefusalError` unless a part agrees with DTensor's own propagation and all ranks have equal sizes."""

@@ -136,7 +136,7 @@ def test_what_never_exists_for_the_whole_batch_is_refused_by_name(policy):
         return log_probs(policy.lm(ids), ids), (ids != 3).sum()
 
     for function, message, line in (
-        (stored, "stores a value outside of what it returns", "self.norm(x)"),
+        (stored, "stores a value outside of what it returns", "self.norm(x + "),
         (continued, "used outside of loss_fn", "log_softmax"),
         (in_an_object, "returns tensors in an object", "log_softmax"),
         (over_the_batch, "mixes sequences", "sum(0)"),

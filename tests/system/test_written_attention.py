@@ -513,6 +513,8 @@ class TabledLM(WrittenLM):
         self.register_buffer("distance", distance.clamp(-2, 5) + 2)
         alibi = -distance.double() * torch.tensor([0.5, 0.25, 0.1, 0.0])[:, None, None]
         self.register_buffer("alibi", alibi.masked_fill(distance < 0, -torch.inf))
+        by_key = index * torch.tensor([0.37, 0.25, 0.1, 0.0]).double()[:, None, None]
+        self.register_buffer("by_key", torch.full((LONGEST, LONGEST), -torch.inf).triu(1) + by_key)
 
 
 def by_buckets(model, q, k, v, pairs):  # T5
@@ -545,6 +547,12 @@ def by_alibi_of_pairs(model, q, k, v, pairs):  # OLMo's cache
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
 
 
+def by_keys_of_pairs(model, q, k, v, pairs):  # ALiBi as its authors wrote it
+    (q, k, v), tokens = by_heads(q, k, v), q.shape[1]
+    scores = q @ k.mT + model.by_key[:, :tokens, :tokens]
+    return (scores.masked_fill(~pairs, -1e30).softmax(-1) @ v).transpose(1, 2)
+
+
 def by_learned_logarithms(model, q, k, v, pairs):  # KERPLE
     q, k, v = by_heads(q, k, v)
     distance = (steps(q.shape[2]) - 1).abs()
@@ -575,6 +583,7 @@ TABLES = (
     by_buckets_in_a_window,
     by_an_index_of_pairs,
     by_alibi_of_pairs,
+    by_keys_of_pairs,
     by_learned_logarithms,
 )
 
@@ -613,6 +622,15 @@ def test_tables_that_are_no_function_of_the_distance(name):
         compiled(ids, real)
     assert "another entry for query 5 and key 3 than for query 2 and key 0" in str(error.value)
     assert "by_a" in error.value.where
+
+
+def test_a_table_by_keys_beside_sinks_is_refused():
+    def beside(model, q, k, v, pairs):
+        return beside_sinks(*by_heads(q, k, v), model.by_key[:, : q.shape[1], : q.shape[1]], model.sinks)
+
+    torch._dynamo.reset()
+    with pytest.raises(RefusalError, match="no function of the distance"):
+        torch.compile(TabledLM(beside), backend="dta", options=OPTIONS)(shared_ids(4, 9))
 
 
 def test_padding_between_tokens_with_a_learned_bias():
@@ -857,6 +875,14 @@ def quietly(model, q, k, v, pairs):  # softmax1 by exponentials
     return (powers / (1 + powers.sum(-1, keepdim=True)) @ v).transpose(1, 2)
 
 
+def quietly_less_the_largest(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    scores = (q @ k.mT).masked_fill(~triangle(q.shape[2]), -torch.inf)
+    largest = scores.amax(-1, keepdim=True).clamp(min=0).detach()
+    powers = (scores - largest).exp()
+    return (powers / ((-largest).exp() + powers.sum(-1, keepdim=True)) @ v).transpose(1, 2)
+
+
 def beside_a_padded_zero(model, q, k, v, pairs):
     q, k, v = by_heads(q, k, v)
     later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
@@ -872,9 +898,8 @@ def beside_a_zero(model, q, k, v, pairs):  # softmax1
 
 
 def test_weights_that_are_hidden_again():
-    assert_equals_eager(
-        WrittenLM(hidden_again, multiplied_by_the_mask, beside_a_zero, quietly, beside_a_padded_zero), shared_ids(4, 9)
-    )
+    quiet = beside_a_zero, quietly, quietly_less_the_largest, beside_a_padded_zero
+    assert_equals_eager(WrittenLM(hidden_again, multiplied_by_the_mask, *quiet), shared_ids(4, 9))
 
 
 def grouped_by_einsum(model, q, k, v, pairs):

@@ -5,6 +5,7 @@
     exp(x.log_softmax(dim))                               the same
     y = exp(x) * mask; y / y.sum(dim, keepdim=True)       softmax(x where the mask is not zero, else -inf) * mask
     exp(x) / (1 + exp(x).sum(dim, keepdim=True))          softmax(x beside a zero, dim) without it; of c, log(c)
+    exp(x - m) / (exp(-m) + exp(x - m).sum(...))          the same
     pad(x, (1, 0))                                        cat of zeros and x
 
 That the mask is one where it is not zero is proven with the attention (`Scores.gates`).
@@ -56,30 +57,46 @@ def _of_quotient(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.Nod
     """Return the softmax that exponentials are, divided by their sum."""
     if node.target is not aten.div.Tensor:
         return None
-    total, beside = node.args[1], 0.0
-    if isinstance(total, fx.Node) and (added := sum_of(total)) is not None and added[2] > 0:
-        total, beside = added[0], number_of(added[1]) or 0.0
-    if (dim := _reduced_along(node, aten.sum.dim_IntList, total)) is None or (
-        total is not node.args[1] and beside <= 0
-    ):
+    graph, (powers, total), factor, hidden = node.graph, node.args, None, None
+    added = sum_of(total) if isinstance(total, fx.Node) else None
+    dims = [_reduced_along(node, aten.sum.dim_IntList, part) for part in (added[:2] if added else [total])]
+    dim = next((one for one in dims if one is not None), None)
+    if dim is None or (added and (added[2] < 0 or sizes(total)[dim] != 1)):
         return None
-    graph, powers, factor, hidden = node.graph, node.args[0], None, None
     if powers.target is aten.mul.Tensor and all(isinstance(arg, fx.Node) and has_tensor(arg) for arg in powers.args):
         powers, factor = powers.args if powers.args[0].target is aten.exp.default else powers.args[::-1]
     elif powers.target in MASKED_FILLS and number_of(powers.args[2]) == 0:
         powers, hidden = powers.args[:2]
     if powers.target is not aten.exp.default or not are_scores(powers.args[0]):
         return None
-    scores = powers.args[0]
+    scores, beside = powers.args[0], None
+    if added is not None:
+        scores, beside = _beside(scores, added[1 if dims[0] is not None else 0])
+        if beside is None:
+            return None
     if factor is not None:
         hidden = call(graph, aten.eq.Scalar, factor, 0)
     if hidden is not None:
         scores = call(graph, aten.masked_fill.Scalar, scores, hidden, -math.inf)
-    if beside > 0:
-        scores = call(graph, aten.cat.default, [column(scores, math.log(beside), dim), scores], dim)
+    if beside is not None:
+        scores = call(graph, aten.cat.default, [column(scores, beside, dim), scores], dim)
     weights = call(graph, aten._softmax.default, scores, dim, False)
-    weights = call(graph, aten.slice.Tensor, weights, dim, 1) if beside > 0 else weights
+    weights = call(graph, aten.slice.Tensor, weights, dim, 1) if beside is not None else weights
     return weights if factor is None else call(graph, aten.mul.Tensor, weights, factor)
+
+
+def _beside(scores: fx.Node, added: Any) -> tuple[fx.Node, float | None]:
+    """Return scores, and the number beside them whose exponential is `added` to the sum; None for another summand.
+
+    That of `x - shift` may be `exp(-shift)`: a zero beside x.
+    """
+    if (number := number_of(added)) is not None and number > 0:
+        return scores, math.log(number)
+    if isinstance(added, fx.Node) and added.target is aten.exp.default and scores.target is aten.sub.Tensor:
+        negated, (values, shift) = added.args[0], scores.args[:2]
+        if negated.target is aten.neg.default and negated.args[0] is shift and sum_of(scores) is not None:
+            return values, 0.0
+    return scores, None
 
 
 def _of_padding(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.Node | None:

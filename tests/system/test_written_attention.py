@@ -156,10 +156,18 @@ def by_key_in_more_digits(model, q, k, v, pairs):  # MPT
     return (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2).double()
 
 
+def by_gates_in_more_digits(model, q, k, v, pairs):  # the Forgetting Transformer, far from the first token
+    forgotten = -1000 - F.softplus(gates(model, k).to(model.dtype)).double().cumsum(-1)
+    q, k, v = by_heads(*(t.to(model.dtype) for t in (q, k, v)))
+    far = (forgotten[..., None] - forgotten[:, :, None]).masked_fill(~triangle(q.shape[2]), -torch.inf)
+    return ((q @ k.mT * 0.5 + far).softmax(-1).to(v.dtype) @ v).transpose(1, 2).double()
+
+
+@pytest.mark.parametrize("way", [by_key_in_more_digits, by_gates_in_more_digits])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_bias_of_keys_is_not_rounded_to_their_digits(dtype):
+def test_a_bias_of_keys_is_not_rounded_to_their_digits(way, dtype):
     torch._dynamo.reset()
-    model, batch = WrittenLM(by_key_in_more_digits), Batch(shared_ids(4, 9))
+    model, batch = WrittenLM(way), Batch(shared_ids(4, 9))
     loss, compiled = random_loss(batch, VOCABULARY), torch.compile(model, backend="dta", options=OPTIONS)
     model.dtype = torch.float64
     exact = measure(model, model, batch, loss, ids_only)

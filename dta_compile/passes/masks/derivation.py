@@ -88,9 +88,10 @@ def _learned_refusal(mask: fx.Node, learned: set[fx.Node]) -> RefusalError:
     if mask.meta["val"].dtype is not torch.bool and not choosing:
         got = "a bias computed from parameters"
         hint = (
-            "add no learned bias to the attention scores, or one that depends on the key alone, or on query - key, or is"
+            "add no learned bias to the attention scores, or one that depends on the key alone or on query - key alone,"
+            " or is gathered from a tensor [B, H, S, n] by (query - key).clamp(0, n - 1)"
         )
-        return refusal(where(mask), got, f"{hint} gathered from a tensor [B, H, S, n] by (query - key).clamp(0, n - 1)")
+        return refusal(where(mask), got, hint)
     reason = next((reason for node in choosing if (reason := node.meta.get("unrecognised_choice"))), None)
     if reason is None and any(sizes(node.args[0])[-1] != sizes(mask)[-1] for node in choosing):
         reason = "the scores of blocks or of other tokens, not of each key"

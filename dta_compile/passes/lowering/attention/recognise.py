@@ -42,11 +42,11 @@ from dta_compile.passes.lowering.attention.bias_tables import Known, Tables
 from dta_compile.passes.lowering.attention.dimensions import CHANGES, Attention
 from dta_compile.passes.lowering.attention.distances import Distances
 from dta_compile.passes.lowering.attention.factors import MOVES, Arranger, Mismatch, take_parts_before_moves
-from dta_compile.passes.lowering.attention.key_biases import KeyBiases
 from dta_compile.passes.lowering.attention.profiles import Profiles
 from dta_compile.passes.lowering.attention.rewrite import Rewrite
 from dta_compile.passes.lowering.attention.scores import FLOORS
 from dta_compile.passes.lowering.attention.softmaxes import spell_softmaxes
+from dta_compile.passes.lowering.attention.token_biases import TokenBiases
 from dta_compile.passes.lowering.attention.weight_sums import SPLITS, distribute_products
 from dta_compile.passes.program import has_tensor, where
 from dta_compile.passes.symbols import sizes
@@ -75,7 +75,7 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
     search, arranger, refusal = _Search(descendants(graph, data)), Arranger(graph), None
     known: Known = {}
     keyed, tables = (
-        functools.partial(KeyBiases, weights=weights),
+        functools.partial(TokenBiases, weights=weights),
         functools.partial(Tables, weights=weights, known=known),
     )
     kinds = Distances, keyed, Profiles, tables

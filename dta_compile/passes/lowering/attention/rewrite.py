@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -36,9 +36,9 @@ from dta_compile.passes.lowering.attention.factors import (
     moved,
     number_of,
 )
-from dta_compile.passes.lowering.attention.key_biases import KeyBiases
 from dta_compile.passes.lowering.attention.profiles import Profiles
 from dta_compile.passes.lowering.attention.scores import is_added
+from dta_compile.passes.lowering.attention.token_biases import TokenBiases
 from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
@@ -59,7 +59,7 @@ class Rewrite:
     ) -> None:
         self.arranger, self.attention, self.node, self.weights = arranger, attention, node, set(weights)
         self.tables = functools.partial(Tables, weights=self.weights, known=known)
-        self.keyed = functools.partial(KeyBiases, weights=self.weights)
+        self.by_token = functools.partial(TokenBiases, weights=self.weights)
         self.call = functools.partial(call, arranger.graph)
         self.rows = {*attention.batch, attention.token}
         self.biases: list[Arranged] = []  # learned ones, by key
@@ -69,7 +69,11 @@ class Rewrite:
         """Insert the call, and replace the uses of the old result."""
         attention, scores = self.attention, self.attention.scores
         slopes = self._split(Distances) if self._takes_slopes() else []
-        self.biases = [part for part in self._split(self.keyed, "k") if isinstance(part, Arranged)]
+        of_queries = self._by_token("q")
+        self.biases = self._by_token("k")
+        if not self.biases:
+            scores.masks += of_queries
+            of_queries = []
         biases = [*self.biases, *(mask for mask in scores.masks if self._is_of_keys(mask))]
         profiles, tables = self._split(Profiles), self._split(self.tables)
         if profiles and tables:
@@ -78,7 +82,7 @@ class Rewrite:
         heads = attention.heads if biases or slopes else attention.kv_heads
         keys = self.arranger.arrange(attention.keys, [attention.batch, heads, [attention.key], leaves(scores.depth)])
         if scores.further or biases or slopes:
-            query, keys, scale = *self._with_features(query, keys, scale, heads, biases, slopes), 1.0
+            query, keys, scale = *self._with_features(query, keys, scale, heads, of_queries, biases, slopes), 1.0
         values = self.arranger.arrange(
             attention.values, [attention.batch, heads, [attention.key], leaves(attention.features)]
         )
@@ -128,11 +132,15 @@ class Rewrite:
         keys: fx.Node,
         scale: float,
         heads: Dim,
+        of_queries: Sequence[Arranged],
         biases: Sequence[Arranged],
         slopes: Sequence[Arranged | float],
     ) -> tuple[fx.Node, fx.Node]:
-        """Return query and keys with all features: `[-slope * q, slope, scale * query, further queries, 1]` and
-        `[1, k, keys, further keys, bias]`; a bias more precise than the keys is split over several features."""
+        """Return query and keys with all features.
+
+        These are `[-slope * q, slope, bias of the query, 1, scale * query, further queries]` of the query and
+        `[1, k, 1, bias, keys, further keys]` of the key; a bias more precise than the keys is split over several.
+        """
         attention, scores = self.attention, self.attention.scores
         if scores.cap is not None and (biases or slopes):
             raise Mismatch("a bias of capped scores")
@@ -144,12 +152,13 @@ class Rewrite:
             queries.append(self.call(aten.mul.Tensor, further, scale))
             every.append(self.arranger.arrange(of_keys, [attention.batch, heads, [attention.key], depth]))
         ones = column(query, 1.0)
-        if biases:
-            added = [self._column(bias, attention.key) for bias in biases]
-            bias = functools.reduce(functools.partial(self.call, aten.add.Tensor), added)
-            parts = self._parts(bias, keys)
-            queries += [ones] * len(parts)
-            every += parts
+        for of, token in ((biases, attention.key), (of_queries, attention.token)):
+            if of:
+                added = [self._column(bias, token) for bias in of]
+                parts = self._parts(functools.reduce(functools.partial(self.call, aten.add.Tensor), added), keys)
+                alike = [ones if token is attention.key else column(keys, 1.0)] * len(parts)
+                queries = [*(alike if token is attention.key else parts), *queries]
+                every = [*(parts if token is attention.key else alike), *every]
         if slopes:
             features = self._of_distance(ones, slopes)
             queries, every = [*features[0], *queries], [*features[1], *every]
@@ -206,6 +215,11 @@ class Rewrite:
             slopes.append(_broadcast(mask, slope, others) if isinstance(slope, fx.Node) else slope)
         attention.scores.masks = masks
         return slopes
+
+    def _by_token(self, of: Literal["q", "k"]) -> list[Arranged]:
+        """Return learned biases by key or by query; leave the rest in the masks."""
+        parts = self._split(functools.partial(self.by_token, of=of), of)
+        return [part for part in parts if isinstance(part, Arranged)]
 
     def _profile(self, profiles: Sequence[Arranged | float]) -> fx.Node:
         """Return the learned bias by distance, `[B, H, S, n]`."""

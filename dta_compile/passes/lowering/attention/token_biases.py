@@ -1,13 +1,14 @@
-"""Extract learned biases of keys: numbers that parameters give to a key, whatever the query.
+"""Extract learned biases by token: numbers that parameters give to a key, whatever the query, or to a query.
 
-Such a bias is one more feature of the keys, whose feature of the query is one (`rewrite`). The Forgetting Transformer
-(arXiv 2503.02130) adds `f(q) - f(k)` with a running sum `f` of gates; a softmax ignores what only the query decides.
+The bias of a key is one more feature of the keys, whose feature of the query is one (`rewrite`). The Forgetting
+Transformer (arXiv 2503.02130) adds `f(q) - f(k)` with a running sum `f` of gates. A softmax ignores `f(q)`, which is a
+feature of the query all the same: both are large, and so are their gradients, far from the first token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -21,18 +22,25 @@ from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.program import ancestors, has_tensor
 
 
-class KeyBiases(Distances):
-    """Analysis like that of `Distances`, with values by key in the place of slopes.
+class TokenBiases(Distances):
+    """Analysis like that of `Distances`, with values by key or by query in the place of slopes.
 
     Args:
         weights: the inputs that are parameters.
+        of: label of the tokens.
     """
 
     def __init__(
-        self, graph: fx.Graph, dtype: torch.dtype, exact: bool = False, *, weights: Collection[fx.Node]
+        self,
+        graph: fx.Graph,
+        dtype: torch.dtype,
+        exact: bool = False,
+        *,
+        weights: Collection[fx.Node],
+        of: Literal["q", "k"] = "k",
     ) -> None:
         super().__init__(graph, dtype, exact)
-        self.weights = weights
+        self.weights, self.of, self.other = weights, of, "k" if of == "q" else "q"
 
     def _rounds(self, node: fx.Node) -> bool:
         return False
@@ -40,9 +48,14 @@ class KeyBiases(Distances):
     def _affine(self, node: Any, labels: Labels) -> Affine | None:
         return None
 
+    def _slope(self, node: fx.Node, labels: Labels) -> Slope | None:
+        if self.of in labels:
+            return super()._slope(node, labels) if "k" in labels else self._own(node, labels)
+        return None if "k" in labels or self._is_learned(node, labels) else self.of_none
+
     def _own(self, node: fx.Node, labels: Labels) -> Slope | None:
-        is_of_keys = "q" not in labels and labels.count("k") == 1
-        return node if is_of_keys and is_float(node) and self._is_learned(node, labels) else None
+        is_of_token = self.other not in labels and labels.count(self.of) == 1
+        return node if is_of_token and is_float(node) and self._is_learned(node, labels) else None
 
     def _is_learned(self, node: fx.Node, labels: Labels) -> bool:
         """Return whether a value comes from parameters, and no part of it may hide keys, as a mask does."""
@@ -60,5 +73,5 @@ class KeyBiases(Distances):
     def _moved(self, node: fx.Node, slope: Slope, labels: Labels) -> Slope | None:
         if not isinstance(slope, fx.Node) or node.target not in RESHAPES:
             return super()._moved(node, slope, labels)
-        shape = [1 if label == "q" else size for label, size in zip(labels, node.args[1], strict=True)]
+        shape = [1 if label == self.other else size for label, size in zip(labels, node.args[1], strict=True)]
         return call(self.graph, aten.reshape.default, slope, shape)

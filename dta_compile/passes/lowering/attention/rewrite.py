@@ -1,11 +1,11 @@
 """Replace attention whose dimensions are known by one call over `[B, H, S, D]`.
 
 Keys and values that are repeated for groups of heads are passed without the repetition. A bias by head and key alone,
-such as ALiBi in BLOOM and MPT, becomes one more feature of the keys, whose feature of the query is one. A bias by the
-distance of query and key (`distances`) becomes two features, the first ones of the dot product, whose running sum then
-begins with the bias and rounds like it: `[-slope * q, slope]` of the query and `[1, k]` of the key. Others (`profiles`,
-`tables`) become an operand of their own. Nodes that only move entries of the old result are rebuilt on
-the new one, so that no value merges sequences and heads.
+such as ALiBi in BLOOM and MPT, or learned (`token_biases`), becomes one more feature of the keys, whose feature of the
+query is one. A bias by the distance of query and key (`distances`) becomes two features, `[-slope * q, slope]` of the
+query and `[1, k]` of the key. They are the first ones of the dot product, whose running sum then begins with the bias
+and rounds like it. Others (`profiles`, `tables`) become an operand of their own. Nodes that only move entries of the old
+result are rebuilt on the new one, so that no value merges sequences and heads.
 """
 
 from __future__ import annotations
@@ -152,13 +152,14 @@ class Rewrite:
             queries.append(self.call(aten.mul.Tensor, further, scale))
             every.append(self.arranger.arrange(of_keys, [attention.batch, heads, [attention.key], depth]))
         ones = column(query, 1.0)
-        for of, token in ((biases, attention.key), (of_queries, attention.token)):
-            if of:
-                added = [self._column(bias, token) for bias in of]
-                parts = self._parts(functools.reduce(functools.partial(self.call, aten.add.Tensor), added), keys)
-                alike = [ones if token is attention.key else column(keys, 1.0)] * len(parts)
-                queries = [*(alike if token is attention.key else parts), *queries]
-                every = [*(parts if token is attention.key else alike), *every]
+        for added, token, own, others in (
+            (biases, attention.key, every, queries),
+            (of_queries, attention.token, queries, every),
+        ):
+            if added:
+                columns = [self._column(bias, token) for bias in added]
+                parts = self._parts(functools.reduce(functools.partial(self.call, aten.add.Tensor), columns), keys)
+                own[:0], others[:0] = parts, [ones if others is queries else column(keys, 1.0)] * len(parts)
         if slopes:
             features = self._of_distance(ones, slopes)
             queries, every = [*features[0], *queries], [*features[1], *every]
@@ -211,8 +212,8 @@ class Rewrite:
                 continue
             rest, slope = split
             masks += [] if rest is None else [_broadcast(mask, rest)]
-            others = attention.key if "q" in over else None
-            slopes.append(_broadcast(mask, slope, others) if isinstance(slope, fx.Node) else slope)
+            key = attention.key if over == "qk" else None
+            slopes.append(_broadcast(mask, slope, key) if isinstance(slope, fx.Node) else slope)
         attention.scores.masks = masks
         return slopes
 

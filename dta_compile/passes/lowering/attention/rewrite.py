@@ -4,8 +4,8 @@ Keys and values that are repeated for groups of heads are passed without the rep
 such as ALiBi in BLOOM and MPT, or learned (`token_biases`), becomes one more feature of the keys, whose feature of the
 query is one. A bias by the distance of query and key (`distances`) becomes two features, `[-slope * q, slope]` of the
 query and `[1, k]` of the key. They are the first ones of the dot product, whose running sum then begins with the bias
-and rounds like it. Others (`profiles`, `tables`) become an operand of their own. Nodes that only move entries of the old
-result are rebuilt on the new one, so that no value merges sequences and heads.
+and rounds like it. Others (`profiles`, `tables`) become an operand of their own. Nodes that only move entries of the
+old result are rebuilt on the new one, so that no value merges sequences and heads.
 """
 
 from __future__ import annotations

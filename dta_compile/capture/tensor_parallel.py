@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import fx, nn
 
@@ -105,6 +104,7 @@ class _Localiser:
         self.copies: dict[fx.Node, fx.Node] = {}
         self.parts: dict[fx.Node, _Part] = {}
         self.group: Any = None
+        self.ranks: list[int] = []  # of the group
         self.here: fx.Node | None = None  # the node being copied
 
     def run(self) -> LocalGraph:
@@ -272,10 +272,11 @@ class _Localiser:
         if mesh.ndim != 1:
             self._refuse(node, "a model is split over a mesh of several dimensions", f"{tuple(mesh.shape)}")
         # DTensor takes equal meshes for one another, so that a value may name an earlier one, with a group of its own.
-        group = mesh.get_group()
-        self.group = self.group or group
-        if dist.get_process_group_ranks(self.group) != dist.get_process_group_ranks(group):
-            self._refuse(node, "a model is split over several groups of ranks", f"{mesh}")
+        ranks = mesh.mesh.tolist()
+        if self.group is None:
+            self.group, self.ranks = mesh.get_group(), ranks
+        if self.ranks != ranks:
+            self._refuse(node, "a model is split over several groups of ranks", f"{ranks} and {self.ranks}")
 
     def _check(self, node: fx.Node, part: _Part) -> None:
         """Raise `RefusalError` unless a part agrees with DTensor's own propagation and all ranks have equal sizes."""

@@ -69,9 +69,9 @@ def run_of(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
     if (part := slice_of(node)) is not None:
         source, dim, start = part
     elif is_item(node) and node.args[0].target in (aten.split.Tensor, aten.split_with_sizes.default):
-        source, dim, lengths = node.args[0].args[0], dim_of(node.args[0]), node.args[0].args[1]
-        index = node.args[1]
-        start = sum(lengths[:index]) if isinstance(lengths, (list, tuple)) else lengths * index
+        source, dim, index, lengths = node.args[0].args[0], dim_of(node.args[0]), node.args[1], node.args[0].args[1]
+        before = lengths[:index] if isinstance(lengths, (list, tuple)) else [lengths] * index
+        start = sum(before) if all(isinstance(length, int) for length in before) else None
     else:
         return None
     size, length = sizes(source)[dim], sizes(node)[dim]

@@ -39,12 +39,12 @@ from benchmarks.methods.steps import Step, rectangle_of
 
 SHAPE = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
 VOCABULARY = 2048
-TREES = {False: ((1, 512), (16, 32)), True: ((4, 256),)}  # 1,024 tree tokens; by whether there are several ranks
 
 
-def workload(seed: int, is_sharded: bool) -> Workload:
-    """Return rollouts of 1,024 tree tokens, those of a seed."""
-    return Workload("layers", "layers", "", VOCABULARY, build(TREES[is_sharded], VOCABULARY, seed))
+def workload(seed: int, rows: int | None) -> Workload:
+    """Return rollouts of a seed: rows of 256 tokens that share none, or 16 rollouts of 1,024 tree tokens."""
+    tree = ((1, 512), (16, 32)) if rows is None else ((rows, 256),)
+    return Workload("layers", "layers", "", VOCABULARY, build(tree, VOCABULARY, seed))
 
 
 def prepared(
@@ -110,7 +110,8 @@ def measure(arguments: argparse.Namespace) -> None:
     if arguments.ranks > 1:
         dist.init_process_group("gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0
-    batches = [workload(10 * seed + rank, arguments.ranks > 1) for seed in range(2)]
+    rows = arguments.rows if arguments.ranks > 1 else None
+    batches = [workload(10 * seed + rank, rows) for seed in range(2)]
     dtype = getattr(torch, arguments.dtypes)
     sharding: dict[str, Any] = {"reshard_after_forward": False} if arguments.keep_gathered else {}
     if arguments.policy:
@@ -173,6 +174,7 @@ def main() -> int:
     parser.add_argument("--options", default="{}", help="further options of ours, such as '{\"groups\": 4}'")
     parser.add_argument("--optimizer", action="store_true", help="update each parameter as its gradient arrives")
     parser.add_argument("--ranks", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--rows", type=int, default=4, help="of 256 tokens, on each of several ranks; default: 4")
     parser.add_argument("--repetitions", type=int, default=1, help="timed steps; default: %(default)s")
     parser.add_argument("--threads", type=int, default=2, help="of each process; default: %(default)s")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)

@@ -17,15 +17,15 @@ MOST_PAIRS = 2**22  # entries that are compared at a time
 BY_DEPTH = define("by_depth(Tensor value) -> Tensor", torch.empty_like, torch.clone)
 
 
-def _entries_by_distance(table: torch.Tensor, query: int, key: int, relative: bool, where: str) -> torch.Tensor:
+def _entries_by_distance(table: torch.Tensor, query: int, key: int, rounding: float, where: str) -> torch.Tensor:
     """Return the entries of key 0, whose distance is the number of the query, with a key dimension of size one.
 
     Args:
         table: entries of pairs of tokens along the dimensions `query` and `key`, of which those with `key > query` are
             not looked at.
-        relative: the softmax of a query reads the table. It does not see what is added for all keys, such as the
-            `slope * query` between a bias `slope * key` and one by distance: where the entries themselves are no
-            function of the distance, they may be, up to rounding, less that of the query's own key.
+        rounding: if positive, the softmax of a query reads the table. It does not see what is added for all keys, such
+            as the `slope * query` between a bias `slope * key` and one by distance: where the entries themselves are no
+            function of the distance, they may be one less that of the query's own key, up to this share of the terms.
 
     Raises:
         RefusalError: pairs of one distance have different entries.
@@ -34,11 +34,9 @@ def _entries_by_distance(table: torch.Tensor, query: int, key: int, relative: bo
     wrong = _pair_that_differs(pairs)
     if wrong is None:
         return table.narrow(key, 0, 1).clone()
-    own = pairs.diagonal(dim1=-2, dim2=-1)[..., None]
-    if relative and bool(own.isfinite().all()):
-        largest = float(pairs.abs().masked_fill(pairs.isinf(), 0).amax())
-        if _pair_that_differs(pairs - own, 4 * torch.finfo(pairs.dtype).eps * largest) is None:
-            return (pairs[..., :1] - own).movedim((-2, -1), (query, key))
+    own = pairs.diagonal(dim1=-2, dim2=-1)
+    if rounding > 0 and _pair_that_differs(pairs, own, rounding) is None:
+        return (pairs[..., :1] - own[..., None]).movedim((-2, -1), (query, key))
     first, last = wrong
     raise RefusalError(
         "a bias of attention is no function of the distance of query and key",
@@ -49,8 +47,14 @@ def _entries_by_distance(table: torch.Tensor, query: int, key: int, relative: bo
     )
 
 
-def _pair_that_differs(pairs: torch.Tensor, tolerance: float = 0.0) -> tuple[int, int] | None:
-    """Return a query and a key whose entry is not that of key 0 and the query as far from it; None: there are none."""
+def _pair_that_differs(
+    pairs: torch.Tensor, less: torch.Tensor | None = None, rounding: float = 0.0
+) -> tuple[int, int] | None:
+    """Return a query and a key whose entry is not that of key 0 and the query as far from it; None: there are none.
+
+    Args:
+        less: numbers by query `[..., S]` to subtract, after which entries are equal up to `rounding` of the terms.
+    """
     leading, tokens = pairs.shape[:-2], pairs.shape[-1]
     numbers = torch.arange(tokens, device=pairs.device)
     rows = max(1, MOST_PAIRS // max(leading.numel() * tokens, 1))
@@ -59,15 +63,17 @@ def _pair_that_differs(pairs: torch.Tensor, tolerance: float = 0.0) -> tuple[int
         alike = pairs[..., 0][..., distances.clamp(min=0)]
         own = pairs[..., queries, :]
         wrong = (own != alike) & (distances >= 0) & ((own == own) | (alike == alike))  # NaN is like NaN
-        if tolerance:
-            wrong &= ~((own - alike).abs() <= tolerance)
+        if less is not None:
+            terms = own, less[..., queries, None], alike, less[..., distances.clamp(min=0)]
+            bound = torch.stack(torch.broadcast_tensors(*terms)).abs().sum(0) * rounding
+            wrong &= ~(((own - terms[1]) - (alike - terms[3])).abs() <= bound) | ~bound.isfinite()
         if bool(wrong.any()):
             query, key = (int(number) for number in wrong.nonzero()[0, -2:])
             return int(queries[query]), key
     return None
 
 
-def _entries_by_distance_fake(table: torch.Tensor, query: int, key: int, relative: bool, where: str) -> torch.Tensor:
+def _entries_by_distance_fake(table: torch.Tensor, query: int, key: int, rounding: float, where: str) -> torch.Tensor:
     return table.new_empty([1 if dim == key else size for dim, size in enumerate(table.shape)])
 
 
@@ -84,7 +90,7 @@ def _hidden_pairs(table: torch.Tensor, query: int, key: int, forbidden: float, c
 
 
 ENTRIES_BY_DISTANCE = define(
-    "entries_by_distance(Tensor table, int query, int key, bool relative, str where) -> Tensor",
+    "entries_by_distance(Tensor table, int query, int key, float rounding, str where) -> Tensor",
     _entries_by_distance_fake,
     _entries_by_distance,
 )

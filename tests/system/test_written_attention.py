@@ -632,13 +632,22 @@ def test_tables_that_are_no_function_of_the_distance(name):
     assert "by_a" in error.value.where
 
 
-def test_a_table_by_keys_beside_sinks_is_refused():
-    def beside(model, q, k, v, pairs):
-        return beside_sinks(*by_heads(q, k, v), model.by_key[:, : q.shape[1], : q.shape[1]], model.sinks)
+def beside_by_keys(model, q, k, v, pairs):
+    return beside_sinks(*by_heads(q, k, v), model.by_key[:, : q.shape[1], : q.shape[1]], model.sinks)
 
+
+def by_the_square_of_a_key(model, q, k, v, pairs):
+    (q, k, v), tokens = by_heads(q, k, v), q.shape[1]
+    table = (model.by_key**2).masked_fill(model.by_key.isinf(), torch.finfo(torch.float64).min)
+    return ((q @ k.mT + table[:, :tokens, :tokens]).softmax(-1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("way", [beside_by_keys, by_the_square_of_a_key])
+def test_tables_by_keys_that_are_refused(way):
+    """Sinks do not get what a softmax ignores; a square is no slope."""
     torch._dynamo.reset()
     with pytest.raises(RefusalError, match="no function of the distance"):
-        torch.compile(TabledLM(beside), backend="dta", options=OPTIONS)(shared_ids(4, 9))
+        torch.compile(TabledLM(way), backend="dta", options=OPTIONS)(shared_ids(4, 9))
 
 
 def test_padding_between_tokens_with_a_learned_bias():

@@ -67,7 +67,10 @@ class Tables(Distances):
         hidden = call(self.graph, HIDDEN_PAIRS, node, labels.index("q"), labels.index("k"), FORBIDDEN, CERTAIN)
         for dim, label in enumerate(labels):
             hidden = hidden if label else call(self.graph, aten.unsqueeze.default, hidden, dim)
-        return hidden, self._entries(node, labels, relative=self.of_none is not None)
+        dtypes = {node.meta["val"].dtype, self.dtype}
+        is_free = self.of_none is not None and is_float(node) and node.meta["val"].dtype.itemsize >= 4
+        rounding = 2 * min(torch.finfo(dtype).eps for dtype in dtypes) if is_free else 0.0
+        return hidden, self._entries(node, labels, rounding)
 
     def _rounds(self, node: fx.Node) -> bool:
         return False  # tables are computed as biases are
@@ -230,12 +233,12 @@ class Tables(Distances):
             return self._entries(node, labels)
         return self._again(node, labels, {arg: self._of_key_0(arg, own) for arg, own in operands}, operands)
 
-    def _entries(self, node: fx.Node, labels: Labels, relative: bool = False) -> fx.Node:
-        """Build the entries of key 0 of a table of data, or of a range; `relative` as in `ops.distances`."""
+    def _entries(self, node: fx.Node, labels: Labels, rounding: float = 0.0) -> fx.Node:
+        """Build the entries of key 0 of a table of data, or of a range; `rounding` as in `ops.distances`."""
         dim = labels.index("k")
         if "q" not in labels or node.target in RANGES:
             return call(self.graph, aten.slice.Tensor, node, dim, 0, 1)
-        return call(self.graph, ENTRIES_BY_DISTANCE, node, labels.index("q"), dim, relative, where(node))
+        return call(self.graph, ENTRIES_BY_DISTANCE, node, labels.index("q"), dim, rounding, where(node))
 
     def _again(
         self, node: fx.Node, labels: Labels, values: dict[fx.Node, fx.Node], operands: Operands | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -212,8 +213,9 @@ def _factor_of(node: fx.Node) -> float | None:
 
 def number_of(value: Any) -> float | None:
     """Return the number that an argument is, or that all its entries are; None if it is not known to be one."""
-    while isinstance(value, fx.Node) and value.target in CASTS | COPIES | {aten.expand.default}:
-        value = value.args[0]
+    if isinstance(value, fx.Node) and value.target in CASTS | COPIES | {aten.expand.default}:
+        number = number_of(value.args[0])
+        return number if number is None or value.target not in CASTS else _rounded(number, value)
     if isinstance(value, fx.Node):
         constant = getattr(value.graph.owning_module, str(value.target), None) if value.op == "get_attr" else None
         if isinstance(constant, torch.Tensor) and constant.dim() == 0:
@@ -222,8 +224,14 @@ def number_of(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
+def _rounded(number: float, like: fx.Node) -> float:
+    """Round a number to the dtype of a value, if it has one of floats."""
+    dtype = like.meta["val"].dtype
+    return float(torch.tensor(number, dtype=torch.float64).to(dtype)) if dtype.is_floating_point else number
+
+
 def _computed(node: fx.Node) -> float | None:
-    """Return the result of an operator on numbers, rounded to its dtype; None if an operand is not known to be one."""
+    """Return the finite result of an operator on numbers, in its dtype; None if an operand is not known to be one."""
     if node.meta["val"].dim():
         return None
     numbers = []
@@ -232,7 +240,8 @@ def _computed(node: fx.Node) -> float | None:
             return None
         is_tensor = isinstance(value, fx.Node)
         numbers.append(torch.tensor(number, dtype=value.meta["val"].dtype) if is_tensor else value)
-    return float(node.target(*numbers))
+    result = float(node.target(*numbers))
+    return result if math.isfinite(result) else None
 
 
 def _is_part(node: fx.Node) -> bool:
@@ -311,7 +320,7 @@ class Arranger:
             Mismatch: the dimension is not one factor of the base, or a size is no polynomial of the sizes of inputs.
         """
         factors, has = leaves(value.dims[dim]), [leaf for own in value.own for leaf in leaves(own)]
-        if len(factors) != 1 or factors[0] not in has:
+        if len(factors) != 1 or factors[0] not in has or length == 0:
             raise Mismatch("a part of a dimension")
         place, node = has.index(factors[0]), self._shaped(value.base, [[leaf] for leaf in has])
         kept: list[Dim]

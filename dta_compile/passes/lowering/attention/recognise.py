@@ -74,11 +74,12 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
     distribute_products(graph, _Search(descendants(graph, data), parts=True).are_weights)
     search, arranger, refusal = _Search(descendants(graph, data)), Arranger(graph), None
     known: Known = {}
-    keyed, tables = (
+    kinds = (
+        Distances,
         functools.partial(TokenBiases, weights=weights),
+        Profiles,
         functools.partial(Tables, weights=weights, known=known),
     )
-    kinds = Distances, keyed, Profiles, tables
     softmaxes = [node for node in graph.nodes if node.target is aten._softmax.default]
     paths = {node: path for node in softmaxes if (path := search.path_to(node)) is not None}
     _spell_out_likes(graph, {node for path in paths.values() for node in path})

@@ -1,8 +1,8 @@
 """Derive the `MaskProgram` of a mask that the graph computes: its term, the values that calls read for it, its class.
 
-It also finds the masks that make the input of a recurrence zero, by multiplication. A zero state stays zero at such
-tokens, so that padding before a sequence has no effect. Zeros propagate by operator: a product is zero where a factor
-is, a sum where all its terms are, and most activation functions map zero to zero.
+It also finds the masks that make the input of a recurrence zero, by a product or a choice. A zero state stays zero at
+such tokens, so that padding before a sequence has no effect. Zeros propagate by operator: a product is zero where a
+factor is, a sum where all its terms are, and most activation functions map zero to zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from dta_compile.executable.layouts import Axis, Frame, Layout
 from dta_compile.executable.masks import MaskProgram, refusal
 from dta_compile.ops.chosen_keys import CHOSEN
 from dta_compile.ops.mixer import MIXERS
-from dta_compile.passes.graphs.operators import QUOTIENTS, SAME_ENTRIES, ZERO_OF_ZERO, aten
+from dta_compile.passes.graphs.arguments import where_of
+from dta_compile.passes.graphs.nodes import filled_with
+from dta_compile.passes.graphs.operators import MASKED_FILLS, QUOTIENTS, SAME_ENTRIES, ZERO_OF_ZERO, aten
 from dta_compile.passes.graphs.subgraph import missing
 from dta_compile.passes.masks.elements import Elements
 from dta_compile.passes.masks.entries import leaf_of
@@ -219,6 +221,8 @@ def _reads_numbers(term: Term, sizes: set[sympy.Symbol]) -> bool:
 
 PRODUCTS = (aten.mul.Tensor, aten.mm.default, aten.bmm.default, aten.mv.default)
 SUMS = (aten.add.Tensor, aten.sub.Tensor)
+NEGATIONS = (aten.logical_not.default, aten.bitwise_not.default)
+EQUAL = (aten.eq.Scalar, aten.eq.Tensor)
 LISTS = (aten.cat.default, aten.stack.default)
 # Operators whose result is zero where their first argument is; dimensions they work along are features.
 FOLLOWED = (
@@ -260,12 +264,13 @@ class Silencers:
             return NONE
         if node not in self.program.parameter_dependent:
             return frozenset([node]) if self._is_mask(node) else NONE
-        arguments = [self.known[arg] for arg in _followed(node)]
+        arguments, selecting = [self.known[arg] for arg in _followed(node)], _selecting(node)
+        own = frozenset([selecting]) if selecting is not None and self._is_mask(selecting) else NONE
         if not arguments:
-            return NONE
+            return own
         if node.target in PRODUCTS or node.target in MIXERS:
             return NONE.union(*arguments)
-        return frozenset.intersection(*arguments)
+        return own | frozenset.intersection(*arguments)
 
     def _is_over_tokens(self, node: fx.Node) -> bool:
         """Return whether a value has entries for all tokens of the batch, so that its tokens are those of a mask."""
@@ -284,6 +289,24 @@ class Silencers:
         return is_small and axes in ((Axis.BATCH, Axis.TOKEN), (Axis.TOKEN,), (Axis.ROWS,))
 
 
+def _is_zero(value: Any) -> bool:
+    number = filled_with(value) if isinstance(value, fx.Node) else value
+    return isinstance(number, (bool, int, float)) and number == 0
+
+
+def _selecting(node: fx.Node) -> fx.Node | None:
+    """Return the value whose zeros a `where` or `masked_fill` makes zeros of its result; None if there is none."""
+    if node.op != "call_function" or (selected := where_of(node)) is None:
+        return None
+    condition, value, other = selected
+    if _is_zero(other):
+        return condition
+    while condition.target in SAME_TOKENS:
+        condition = condition.args[0]
+    is_negated = condition.target in NEGATIONS or (condition.target in EQUAL and _is_zero(condition.args[1]))
+    return condition.args[0] if _is_zero(value) and is_negated else None
+
+
 def _followed(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that decide whether a value is zero."""
     if node.op != "call_function":
@@ -299,7 +322,7 @@ def _followed(node: fx.Node) -> list[fx.Node]:
         arguments = list(node.args[1:3])
     elif node.target in MIXERS:
         arguments = [node.args[i] for i in MIXERS[node.target].silent]
-    elif node.target in FOLLOWED:
+    elif node.target in FOLLOWED or (node.target in MASKED_FILLS and _is_zero(node.args[2])):
         arguments = [node.args[0]]
     else:
         return []

@@ -330,6 +330,47 @@ def test_a_sum_over_padding_before_a_sequence_is_as_in_eager_mode_or_refused():
         torch.compile(model, backend="dta", options=OPTIONS)(ids, (mask, False))
 
 
+def filled(x, real):
+    return x.masked_fill(~real[..., None].bool(), 0.0)
+
+
+def filled_where_the_mask_is_zero(x, real):
+    return x.masked_fill((real == 0).unsqueeze(-1), 0)
+
+
+def chosen(x, real):
+    return torch.where(real.bool()[..., None], x, 0.0).masked_fill(
+        torch.zeros_like(real, dtype=torch.bool)[..., None], 0
+    )
+
+
+@pytest.mark.parametrize("silence", [filled, filled_where_the_mask_is_zero, chosen])
+def test_padding_before_a_sequence_that_is_filled_with_zeros(silence):
+    class Filled(Shifting):
+        def hidden(self, ids, real):
+            x = silence(self.embedding(ids), real)
+            pairs = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril() & real[:, None, None, :].bool()
+            return self.mix(self.shift(x, self.gate), pairs)
+
+    mask = torch.ones(5, 9, dtype=torch.int64)
+    mask[0, :2] = mask[2, :1] = 0
+    check(Filled(lambda x, g: x + g * x.cumsum(1)), shared_ids(), mask, real=mask[..., None])
+
+
+def test_padding_before_a_sequence_that_something_else_fills_is_refused():
+    class Filled(Shifting):
+        def hidden(self, ids, real):
+            x = self.embedding(ids).masked_fill(~real[..., None], 1.0)
+            pairs = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril() & real[:, None, None, :]
+            return self.mix(self.shift(x, self.gate), pairs)
+
+    mask = torch.ones(5, 9, dtype=torch.bool)
+    mask[0, :2] = False
+    compiled = torch.compile(Filled(lambda x, g: x + g * x.cumsum(1)), backend="dta", options=OPTIONS)
+    with pytest.raises(RuntimeContractError, match="padding before a sequence reaches cumulative sum"):
+        compiled(shared_ids(), mask)
+
+
 def test_sums_of_losses_and_of_features_stay():
     class Summed(Shifting):
         def forward(self, ids):

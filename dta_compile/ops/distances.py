@@ -35,7 +35,7 @@ def _entries_by_distance(table: torch.Tensor, query: int, key: int, rounding: fl
     if wrong is None:
         return table.narrow(key, 0, 1).clone()
     own = pairs.diagonal(dim1=-2, dim2=-1)
-    if rounding > 0 and _pair_that_differs(pairs, own, rounding) is None:
+    if rounding > 0 and (wrong := _pair_that_differs(pairs, own, rounding)) is None:
         return (pairs[..., :1] - own[..., None]).movedim((-2, -1), (query, key))
     first, last = wrong
     raise RefusalError(

@@ -231,7 +231,7 @@ def clipped_gradient(block, x, q, k, v):
         (prefix_lm, "lets tokens attend to later ones"),
         (convolution, "it convolves along the token axis"),
         (cumulative_product, "a recurrence over tokens runs over the tree if it calls dta_compile.linear_recurrence"),
-        (scan, "selective_scan or short_convolution in place of a loop or a scan, or x.cumsum(1)"),
+        (scan, "selective_scan or short_convolution in place of a loop or a scan, or x.cumsum(1) for floats"),
         (mean_of_earlier, "x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]"),
         (sigmoid_of_scores, "attention is written out with another function of scores than a softmax"),
         (first_token_written, "torch.where((torch.arange(x.shape[1]) == 0)[:, None], 0, x)"),

@@ -110,9 +110,16 @@ def divided_after_the_mask(model, q, k, v, pairs):  # GPT-J
     return ((scores * torch.tensor(3).float().rsqrt().pow(0.5)).softmax(-1) @ v).transpose(1, 2)
 
 
+def less_one(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    added = (model.bias[:, :, : q.shape[2], : q.shape[2]] - 1) * 1e30
+    weights = (q @ k.mT + added).softmax(-1)
+    return (weights @ v + F.scaled_dot_product_attention(k, q, v, added)).transpose(1, 2)
+
+
 def test_what_is_done_to_scores():
     ways = with_a_buffer, gated, with_sinks, with_sinks_in_front, with_a_scale_a_head, with_alibi
-    ways += (divided_after_the_mask,)
+    ways += divided_after_the_mask, less_one
     assert_equals_eager(WrittenLM(*ways), shared_ids(4, 9))
 
 
@@ -415,9 +422,19 @@ def with_a_bias_that_only_queries_have(model, q, k, v, pairs):
     return (causal(q @ k.mT + bias) @ v).transpose(1, 2)
 
 
+def less_a_learned_number(model, q, k, v, pairs):
+    (q, k, v), less = by_heads(q, k, v), model.sinks[:, None, None]
+    powers = ((q @ k.mT).masked_fill(~triangle(q.shape[2]), -torch.inf) - less).exp()
+    return (powers / ((-less).exp() + powers.sum(-1, keepdim=True)) @ v).transpose(1, 2)
+
+
 @pytest.mark.parametrize(
     ("way", "message"),
-    [(capped_and_gated, "capped"), (with_a_bias_that_only_queries_have, "a learned bias that the softmax cancels")],
+    [
+        (capped_and_gated, "capped"),
+        (with_a_bias_that_only_queries_have, "a learned bias that the softmax cancels"),
+        (less_a_learned_number, "attention is written out"),
+    ],
 )
 def test_learned_biases_that_are_refused(way, message):
     torch._dynamo.reset()

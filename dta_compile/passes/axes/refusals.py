@@ -27,7 +27,8 @@ NEIGHBOURS = Advice(
 REGISTER = Advice("declare a rule with dta_compile.register_token_rule if the operator treats every token by itself")
 RECURRENCE = Advice(
     "a recurrence over tokens runs over the tree if it calls dta_compile.linear_recurrence, linear_attention,"
-    " gated_delta_rule, selective_scan or short_convolution in place of a loop or a scan, or x.cumsum(1)"
+    " gated_delta_rule, selective_scan or short_convolution in place of a loop or a scan, or x.cumsum(1) for floats"
+    " [B, S, ...]"
 )
 OTHER_TOKENS = Advice(f"{NEIGHBOURS.hint}; {RECURRENCE.hint}")
 WRITES = Advice("write to some tokens by a condition: torch.where((torch.arange(x.shape[1]) == 0)[:, None], 0, x)")

@@ -14,7 +14,7 @@ from torch import fx
 
 from dta_compile.passes.axes.layouts import batch_and_tokens, mixer_calls
 from dta_compile.passes.graphs.arguments import argument, dim_of
-from dta_compile.passes.graphs.nodes import call, descendants, erase_unused, is_float, of_rows
+from dta_compile.passes.graphs.nodes import call, copy_stack_trace, descendants, erase_unused, is_float, of_rows
 from dta_compile.passes.graphs.operators import aten
 from dta_compile.passes.lowering.shifts import layers
 from dta_compile.passes.program import ancestors, has_tensor
@@ -37,6 +37,7 @@ def sums_to_recurrences(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
         if is_over_tokens and is_float(node) and node in before and node in with_gradient:
             with graph.inserting_before(node):
                 node.replace_all_uses_with(_recurrence(node, dim))
+                copy_stack_trace(node)
     erase_unused(graph)
 
 

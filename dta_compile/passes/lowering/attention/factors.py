@@ -278,6 +278,7 @@ def take_parts_before_moves(graph: fx.Graph) -> None:
             continue
         with graph.inserting_before(node), contextlib.suppress(Mismatch):
             node.replace_all_uses_with(arranger.part(Arranged.of(part[0]), *part[1:]))
+            copy_stack_trace(node)
     erase_unused(graph)
 
 

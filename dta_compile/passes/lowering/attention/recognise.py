@@ -70,7 +70,7 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
     take_parts_before_moves(graph)
     data = [node for node in graph.find_nodes(op="placeholder") if node not in weights and has_tensor(node)]
     scores = _Search(descendants(graph, data))
-    spell_softmaxes(graph, lambda node: scores.path_to(node) is not None)
+    spell_softmaxes(graph, weights, lambda node: scores.path_to(node) is not None)
     distribute_products(graph, _Search(descendants(graph, data), parts=True).are_weights)
     search, arranger, refusal = _Search(descendants(graph, data)), Arranger(graph), None
     known: Known = {}

@@ -14,7 +14,7 @@ That the mask is one where it is not zero is proven with the attention (`Scores.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import fx
@@ -23,17 +23,21 @@ from dta_compile.passes.graphs.arguments import argument, sum_of
 from dta_compile.passes.graphs.nodes import behind, call, column
 from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, KEEP_ORDER, MASKED_FILLS, aten
 from dta_compile.passes.lowering.attention.factors import number_of
-from dta_compile.passes.program import has_tensor
+from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import sizes
 
 
-def spell_softmaxes(graph: fx.Graph, are_scores: Callable[[fx.Node], bool]) -> None:
-    """Replace written-out softmaxes of values for which `are_scores` holds."""
+def spell_softmaxes(graph: fx.Graph, weights: Collection[fx.Node], are_scores: Callable[[fx.Node], bool]) -> None:
+    """Replace written-out softmaxes of values for which `are_scores` holds; `weights` are the parameters."""
     for node in list(graph.nodes):
         if node.target not in (aten.exp.default, aten.div.Tensor, aten.constant_pad_nd.default):
             continue
         with graph.inserting_before(node):
-            new = _of_logarithm(node, are_scores) or _of_quotient(node, are_scores) or _of_padding(node, are_scores)
+            new = (
+                _of_logarithm(node, are_scores)
+                or _of_quotient(node, set(weights), are_scores)
+                or _of_padding(node, are_scores)
+            )
         if new is not None and new.meta["val"].dtype is node.meta["val"].dtype:
             new.meta = {**node.meta, "val": new.meta["val"]}
             node.replace_all_uses_with(new)
@@ -53,7 +57,7 @@ def _of_logarithm(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.No
     return call(node.graph, aten._softmax.default, log.args[0], dim, False)
 
 
-def _of_quotient(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.Node | None:
+def _of_quotient(node: fx.Node, weights: set[fx.Node], are_scores: Callable[[fx.Node], bool]) -> fx.Node | None:
     """Return the softmax that exponentials are, divided by their sum."""
     if node.target is not aten.div.Tensor:
         return None
@@ -71,7 +75,7 @@ def _of_quotient(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.Nod
         return None
     scores, beside = powers.args[0], None
     if added is not None:
-        scores, beside = _beside(scores, added[1 if dims[0] is not None else 0])
+        scores, beside = _beside(scores, added[1 if dims[0] is not None else 0], weights)
         if beside is None:
             return None
     if factor is not None:
@@ -85,16 +89,17 @@ def _of_quotient(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.Nod
     return weights if factor is None else call(graph, aten.mul.Tensor, weights, factor)
 
 
-def _beside(scores: fx.Node, added: Any) -> tuple[fx.Node, float | None]:
+def _beside(scores: fx.Node, added: Any, weights: set[fx.Node]) -> tuple[fx.Node, float | None]:
     """Return scores, and the number beside them whose exponential is `added` to the sum; None for another summand.
 
-    That of `x - shift` may be `exp(-shift)`: a zero beside x.
+    That of `x - shift` may be `exp(-shift)`: a zero beside x. A parameter of the shift alone has a gradient of zero.
     """
     if (number := number_of(added)) is not None and number > 0:
         return scores, math.log(number)
     if isinstance(added, fx.Node) and added.target is aten.exp.default and scores.target is aten.sub.Tensor:
         negated, (values, shift) = added.args[0], scores.args[:2]
-        if negated.target is aten.neg.default and negated.args[0] is shift and sum_of(scores) is not None:
+        is_shift = negated.target is aten.neg.default and negated.args[0] is shift and sum_of(scores) is not None
+        if is_shift and ancestors([shift]) & weights <= ancestors([values]):
             return values, 0.0
     return scores, None
 

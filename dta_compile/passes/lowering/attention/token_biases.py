@@ -51,7 +51,8 @@ class TokenBiases(Distances):
     def _slope(self, node: fx.Node, labels: Labels) -> Slope | None:
         if self.of in labels:
             return super()._slope(node, labels) if "k" in labels else self._own(node, labels)
-        return None if "k" in labels or self._is_learned(node, labels) else self.of_none
+        is_number = not isinstance(node, fx.Node) or not has_tensor(node)
+        return None if "k" in labels or not (is_number or not self._is_learned(node, labels)) else self.of_none
 
     def _own(self, node: fx.Node, labels: Labels) -> Slope | None:
         is_of_token = self.other not in labels and labels.count(self.of) == 1

@@ -35,8 +35,10 @@ def _entries_by_distance(table: torch.Tensor, query: int, key: int, rounding: fl
     if wrong is None:
         return table.narrow(key, 0, 1).clone()
     own = pairs.diagonal(dim1=-2, dim2=-1)
-    if rounding > 0 and (wrong := _pair_that_differs(pairs, own, rounding)) is None:
-        return (pairs[..., :1] - own[..., None]).movedim((-2, -1), (query, key))
+    if rounding > 0 and bool(own.isfinite().all()):
+        wrong = _pair_that_differs(pairs, own, rounding)
+        if wrong is None:
+            return (pairs[..., :1] - own[..., None]).movedim((-2, -1), (query, key))
     first, last = wrong
     raise RefusalError(
         "a bias of attention is no function of the distance of query and key",
@@ -53,7 +55,8 @@ def _pair_that_differs(
     """Return a query and a key whose entry is not that of key 0 and the query as far from it; None: there are none.
 
     Args:
-        less: numbers by query `[..., S]` to subtract, after which entries are equal up to `rounding` of the terms.
+        less: finite numbers by query `[..., S]` to subtract, after which entries are equal up to `rounding` of the
+            terms.
     """
     leading, tokens = pairs.shape[:-2], pairs.shape[-1]
     numbers = torch.arange(tokens, device=pairs.device)
@@ -62,11 +65,14 @@ def _pair_that_differs(
         distances = queries[:, None] - numbers
         alike = pairs[..., 0][..., distances.clamp(min=0)]
         own = pairs[..., queries, :]
-        wrong = (own != alike) & (distances >= 0) & ((own == own) | (alike == alike))  # NaN is like NaN
-        if less is not None:
+        if less is None:
+            wrong = (own != alike) & ((own == own) | (alike == alike))  # NaN is like NaN
+        else:
             terms = own, less[..., queries, None], alike, less[..., distances.clamp(min=0)]
             bound = torch.stack(torch.broadcast_tensors(*terms)).abs().sum(0) * rounding
-            wrong &= ~(((own - terms[1]) - (alike - terms[3])).abs() <= bound) | ~bound.isfinite()
+            is_near = ((own - terms[1]) - (alike - terms[3])).abs() <= bound
+            wrong = ~torch.where(bound.isfinite(), is_near, own == alike)
+        wrong &= distances >= 0
         if bool(wrong.any()):
             query, key = (int(number) for number in wrong.nonzero()[0, -2:])
             return int(queries[query]), key

@@ -27,6 +27,19 @@ def assert_equals_eager(model, *args, **options):
     return compiled
 
 
+def assert_equals_eager_beside_padding(model, ids, real):
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="dta", options=OPTIONS)
+
+    def step(run):
+        loss = weighted(torch.where(real[:, 1:], log_probs(run(ids, real), ids), 0))
+        loss.backward()
+        return loss.detach()
+
+    assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
+    return compiled
+
+
 @pytest.mark.parametrize("has_mask", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_spellings_of_attention(has_mask):
     """With a padding mask, too, which arrives as a tensor of pairs."""
@@ -398,16 +411,7 @@ def test_a_learned_bias_of_keys_beside_padding():
     ids = shared_ids(4, 9)
     real = torch.ones_like(ids, dtype=torch.bool)
     real[1, -2:] = real[3, -4:] = False
-    torch._dynamo.reset()
-    model = WrittenLM(by_salience_beside_padding)
-    compiled = torch.compile(model, backend="dta", options=OPTIONS)
-
-    def step(run):
-        loss = weighted(torch.where(real[:, 1:], log_probs(run(ids, real), ids), 0))
-        loss.backward()
-        return loss.detach()
-
-    assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
+    compiled = assert_equals_eager_beside_padding(WrittenLM(by_salience_beside_padding), ids, real)
     assert dta_compile.last_plan(compiled).stats.tree_tokens < real.sum()
 
 
@@ -659,9 +663,15 @@ def by_the_square_of_a_key(model, q, k, v, pairs):
     return ((q @ k.mT + table[:, :tokens, :tokens]).softmax(-1) @ v).transpose(1, 2)
 
 
-@pytest.mark.parametrize("way", [beside_by_keys, by_the_square_of_a_key])
+def by_numbers_on_the_diagonal(model, q, k, v, pairs):
+    (q, k, v), tokens = by_heads(q, k, v), q.shape[1]
+    table = torch.where(torch.eye(tokens, dtype=torch.bool), model.by_key[:, :tokens, :tokens] ** 2, 0.0)
+    return (causal(q @ k.mT + table) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("way", [beside_by_keys, by_the_square_of_a_key, by_numbers_on_the_diagonal])
 def test_tables_by_keys_that_are_refused(way):
-    """Sinks do not get what a softmax ignores; a square is no slope."""
+    """Sinks do not get what a softmax ignores; a square is no slope; entries that are equal differ less their own."""
     torch._dynamo.reset()
     with pytest.raises(RefusalError, match="no function of the distance"):
         torch.compile(TabledLM(way), backend="dta", options=OPTIONS)(shared_ids(4, 9))
@@ -990,16 +1000,7 @@ def test_modules_of_torch(need_weights):
 
     ids, real = shared_ids(4, 9), torch.ones(4, 9, dtype=torch.bool)
     real[1, -2:] = False
-    model = Model()
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="dta", options=OPTIONS)
-
-    def step(run):
-        loss = weighted(torch.where(real[:, 1:], log_probs(run(ids, real), ids), 0))
-        loss.backward()
-        return loss.detach()
-
-    assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
+    assert_equals_eager_beside_padding(Model(), ids, real)
 
 
 def scored_in_no_gradient_mode(model, ids):

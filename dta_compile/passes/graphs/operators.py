@@ -22,6 +22,8 @@ ALIASES = frozenset({aten.alias.default, aten.detach.default})
 COPIES = ALIASES | {aten.clone.default, aten.lift_fresh_copy.default}
 # Copies that gradients flow through, so that a value may replace its copy.
 DIFFERENTIABLE_COPIES = COPIES - {aten.detach.default}
+# `not` of booleans.
+NEGATIONS = frozenset({aten.logical_not.default, aten.bitwise_not.default})
 # The same entries in another dtype (perhaps rounded) or on another device.
 CASTS = frozenset({aten._to_copy.default})
 

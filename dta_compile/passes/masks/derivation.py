@@ -23,7 +23,7 @@ from dta_compile.ops.chosen_keys import CHOSEN
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.graphs.arguments import where_of
 from dta_compile.passes.graphs.nodes import filled_with
-from dta_compile.passes.graphs.operators import MASKED_FILLS, QUOTIENTS, SAME_ENTRIES, ZERO_OF_ZERO, aten
+from dta_compile.passes.graphs.operators import MASKED_FILLS, NEGATIONS, QUOTIENTS, SAME_ENTRIES, ZERO_OF_ZERO, aten
 from dta_compile.passes.graphs.subgraph import missing
 from dta_compile.passes.masks.elements import Elements
 from dta_compile.passes.masks.entries import leaf_of
@@ -221,7 +221,6 @@ def _reads_numbers(term: Term, sizes: set[sympy.Symbol]) -> bool:
 
 PRODUCTS = (aten.mul.Tensor, aten.mm.default, aten.bmm.default, aten.mv.default)
 SUMS = (aten.add.Tensor, aten.sub.Tensor)
-NEGATIONS = (aten.logical_not.default, aten.bitwise_not.default)
 EQUAL = (aten.eq.Scalar, aten.eq.Tensor)
 LISTS = (aten.cat.default, aten.stack.default)
 # Operators whose result is zero where their first argument is; dimensions they work along are features.
@@ -265,7 +264,12 @@ class Silencers:
         if node not in self.program.parameter_dependent:
             return frozenset([node]) if self._is_mask(node) else NONE
         arguments, selecting = [self.known[arg] for arg in _followed(node)], _selecting(node)
-        own = frozenset([selecting]) if selecting is not None and self._is_mask(selecting) else NONE
+        is_given = selecting is not None and selecting not in self.program.parameter_dependent
+        own = (
+            frozenset([selecting])
+            if is_given and self._is_over_tokens(selecting) and self._is_mask(selecting)
+            else NONE
+        )
         if not arguments:
             return own
         if node.target in PRODUCTS or node.target in MIXERS:

@@ -17,7 +17,7 @@ from torch import fx
 from dta_compile.passes.axes.shape_rules import Labels, labels_in
 from dta_compile.passes.graphs.arguments import sum_of, where_of
 from dta_compile.passes.graphs.nodes import call, column, filled_with, is_float
-from dta_compile.passes.graphs.operators import CASTS, RESHAPES, aten
+from dta_compile.passes.graphs.operators import CASTS, NEGATIONS, RESHAPES, aten
 from dta_compile.passes.lowering.attention.distances import CLAMPS, Distances, Slope, bounds_of
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.symbols import expression, sizes
@@ -35,7 +35,6 @@ OF_TRUTH: dict[Any, Callable[[Any, Any], bool]] = {
     aten.logical_or.default: operator.or_,
     aten.bitwise_or.Tensor: operator.or_,
 }
-NEGATIONS = (aten.logical_not.default, aten.bitwise_not.default)
 
 
 class OfDistance(NamedTuple):

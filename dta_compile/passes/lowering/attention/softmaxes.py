@@ -29,15 +29,13 @@ from dta_compile.passes.symbols import sizes
 
 def spell_softmaxes(graph: fx.Graph, weights: Collection[fx.Node], are_scores: Callable[[fx.Node], bool]) -> None:
     """Replace written-out softmaxes of values for which `are_scores` holds; `weights` are the parameters."""
+    weights = set(weights)
     for node in list(graph.nodes):
         if node.target not in (aten.exp.default, aten.div.Tensor, aten.constant_pad_nd.default):
             continue
         with graph.inserting_before(node):
-            new = (
-                _of_logarithm(node, are_scores)
-                or _of_quotient(node, set(weights), are_scores)
-                or _of_padding(node, are_scores)
-            )
+            new = _of_logarithm(node, are_scores) or _of_quotient(node, weights, are_scores)
+            new = new or _of_padding(node, are_scores)
         if new is not None and new.meta["val"].dtype is node.meta["val"].dtype:
             new.meta = {**node.meta, "val": new.meta["val"]}
             node.replace_all_uses_with(new)

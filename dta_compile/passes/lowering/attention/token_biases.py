@@ -51,8 +51,8 @@ class TokenBiases(Distances):
     def _slope(self, node: fx.Node, labels: Labels) -> Slope | None:
         if self.of in labels:
             return super()._slope(node, labels) if "k" in labels else self._own(node, labels)
-        is_number = not isinstance(node, fx.Node) or not has_tensor(node)
-        return None if "k" in labels or not (is_number or not self._is_learned(node, labels)) else self.of_none
+        is_value = isinstance(node, fx.Node) and has_tensor(node)
+        return None if "k" in labels or (is_value and self._is_learned(node, labels)) else self.of_none
 
     def _own(self, node: fx.Node, labels: Labels) -> Slope | None:
         is_of_token = self.other not in labels and labels.count(self.of) == 1
@@ -67,9 +67,9 @@ class TokenBiases(Distances):
         if not parts:
             return not ancestors([node], stop=lambda value: not has_tensor(value)).isdisjoint(self.weights)
         values = [part for part in parts if number_of(part) is None]
-        return not any(map(hides, parts)) and all(
-            isinstance(value, fx.Node) and self._is_learned(value, labels_in(value, labels)) for value in values
-        )
+        if not values or any(map(hides, parts)):
+            return False
+        return all(isinstance(value, fx.Node) and self._is_learned(value, labels_in(value, labels)) for value in values)
 
     def _moved(self, node: fx.Node, slope: Slope, labels: Labels) -> Slope | None:
         if not isinstance(slope, fx.Node) or node.target not in RESHAPES:

@@ -20,6 +20,7 @@ with needed_for("code that runs below the user's modes"):
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as without_modes
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
+    from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals as inside_dispatch_mode
 
 with needed_for("tensor parallelism"):
     if torch.distributed.is_available():

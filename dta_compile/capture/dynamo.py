@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import gc
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -14,7 +16,7 @@ import torch
 from torch import fx
 
 from dta_compile.attributes import attribute_set
-from dta_compile.capture.regions.guards import add_guard, guards_of_hooks
+from dta_compile.capture.regions.guards import add_guard, guards_of_global_hooks, guards_of_hooks
 from dta_compile.capture.regions.repeated_layers import traced_once
 from dta_compile.errors import OptionError, RefusalError
 from dta_compile.integrations import tracing
@@ -41,6 +43,7 @@ from dta_compile.torch_compat.dynamo import (
     has_same_objects,
     maybe_mark_dynamic,
     register_hook_for_recompile_user_context,
+    reset_code,
     utils,
 )
 from dta_compile.torch_compat.dynamo import config as dynamo_config
@@ -338,6 +341,7 @@ def _with_preparations(run: Callable[[Any], None]) -> Callable[[Any], None]:
         if _options_of(self.output.compiler_fn).fallback != "dense":  # dense runs need their checkpoints
             _prepare(CheckpointFlags, modules)
         _mark_at_hand(self)
+        frames.call_when_left(functools.partial(_forget_if_refused, self.f_code))
         here = CompileContext.current_compile_id()
         with _no_collections(), traced_once(() if here in _without_regions else modules) as has_regions:
             if has_regions:  # layers that are traced once never hit this cache, which costs a tenth of the time
@@ -380,9 +384,18 @@ def _without_buckets(mode: Callable[[], str]) -> Callable[[], str]:
     return mode_for_backend
 
 
+def _forget_if_refused(code: types.CodeType) -> None:
+    """Drop what Dynamo has kept of a function that was traced in a call that ends in a refusal.
+
+    Where Dynamo gives up on a caller it does not guard why, so that the next call would be refused as well.
+    """
+    if isinstance(sys.exc_info()[1], RefusalError):
+        reset_code(code)
+
+
 def _guard_hooks(guards: Any) -> None:
     """Guard that modules get no hooks later, since by default Dynamo reads hooks only while it traces."""
-    for guard in [*guards_of_hooks(guards)]:
+    for guard in [*guards_of_hooks(guards), *guards_of_global_hooks(guards)]:
         add_guard(guards, guard)
 
 

@@ -3,6 +3,7 @@
 from dta_compile.torch_compat import needed_for
 
 with needed_for("capturing a model's graph"):
+    from torch._C._dynamo.eval_frame import reset_code
     from torch._C._dynamo.guards import DictGuardManager
     from torch._dynamo import config, maybe_mark_dynamic, trace_rules, utils
     from torch._dynamo.cache_size import _has_same_id_matched_objs as has_same_objects

@@ -11,8 +11,11 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from torch import nn
+
 from dta_compile.torch_compat.dynamo import AttrSource, DictGuardManager, GuardBuilder, GuardManagerType, Source
 
+GLOBAL_HOOKS = frozenset(name for name in vars(nn.modules.module) if name.startswith("_global_") and "_hooks" in name)
 _NO_STACK = traceback.StackSummary()
 
 
@@ -36,6 +39,17 @@ def guards_of_hooks(guards: Iterable[Any]) -> Iterator[Any]:
             names.setdefault(hooks.base, {})[hooks.member] = None
     for module, members in names.items():
         yield module.make_guard(functools.partial(no_hooks, names=tuple(members)))
+
+
+def guards_of_global_hooks(guards: Iterable[Any]) -> Iterator[Any]:
+    """Yield a guard for each dict of hooks of all modules that the trace read, of their number.
+
+    Dynamo guards the type of these dicts, and those hooks that it traces.
+    """
+    read = dict.fromkeys(guard.originating_source for guard in guards)
+    for source in read:
+        if isinstance(source, AttrSource) and source.member in GLOBAL_HOOKS:
+            yield source.make_guard(GuardBuilder.SEQUENCE_LENGTH)
 
 
 def no_hooks(builder: Any, guard: Any, names: tuple[str, ...]) -> None:

@@ -123,8 +123,8 @@ def _skipping_only_inside_modes(convert: Callable[..., Any]) -> Callable[..., An
             setattr(wrapper, SAID, True)
             names = ", ".join(dict.fromkeys(type(mode).__name__ for mode in dispatch_modes()))
             logger.warning(
-                "dta: a compiled call shares no prefixes: inside a dispatch mode (%s) torch.compile runs functions as they"
-                " are; calls after it share prefixes again",
+                "dta: a compiled call shares no prefixes: inside a dispatch mode (%s) torch.compile runs functions as"
+                " they are; calls after it share prefixes again",
                 names,
             )
         return dataclasses.replace(result, apply_to_code=False)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import compilation_time_metrics, counters
+from torch.nn.modules.module import register_module_forward_hook
 
 from tests.support.tiny import TinyLM
 
@@ -434,10 +435,15 @@ def test_hooks_that_come_later_are_called():
     assert_same(net, compiled, x)
     hooked(net.blocks[2])
     assert_same(net, compiled, x)
-    handle = net.register_forward_hook(lambda module, args, result: result * 2)
-    assert_same(net, compiled, x)
-    handle.remove()
-    assert_same(net, compiled, x)
+
+    def doubled_if_linear(module, args, result):
+        return result * 2 if isinstance(module, nn.Linear) else None
+
+    for add in (net.blocks[0].linear.register_forward_hook, register_module_forward_hook):  # of one module, and of all
+        handle = add(doubled_if_linear)
+        assert_same(net, compiled, x)
+        handle.remove()
+        assert_same(net, compiled, x)
 
 
 def test_masks_of_other_ranks_leave_sizes_apart():

@@ -43,6 +43,7 @@ from dta_compile.runtime.calls.ranks import Ranks
 from dta_compile.runtime.engine import Engine
 from dta_compile.runtime.measure.profiler import trace_artifact
 from dta_compile.torch_compat.sizes import unite_symbols
+from dta_compile.torch_compat.tensors import without_function_modes
 
 logger = logging.getLogger("dta_compile")
 
@@ -133,7 +134,12 @@ def dta(
         run = part.calling(run, engine.note, parsed.memory_budget)
     for cut in (graph.local, graph.written):
         run = cut.calling(run) if cut else run
-    return keeping(run, reads_all=False)
+    return _called(run, reads_all=False)
+
+
+def _called(run: Compiled, reads_all: bool = True) -> Compiled:
+    """Return what Dynamo calls: its outputs keep gathered parameters, and modes that the trace went through are off."""
+    return without_function_modes()(keeping(run, reads_all))
 
 
 _IMAGES_OVER_RANKS = RefusalError(
@@ -217,14 +223,14 @@ def _plain(module: fx.GraphModule, note: str | None, level: int = logging.INFO) 
     if note:
         records.current().as_captured.append(note)
         records.current().log_once(note, level)
-    return keeping(as_captured(module))
+    return _called(as_captured(module))
 
 
 def _refused(refusal: RefusalError, module: fx.GraphModule, options: Options) -> Compiled:
     error = records.with_graph_break(refusal)
     if options.fallback == "dense":
         logger.warning("dta: running densely, as fallback='dense' says: %s", error)
-        return keeping(as_captured(module))
+        return _called(as_captured(module))
     return Refused(error)
 
 

@@ -45,6 +45,7 @@ with needed_for("capturing a model's graph"):
     from torch._dynamo.variables.lists import BaseListVariable, ListIteratorVariable
     from torch._dynamo.variables.tensor import SymNodeVariable
     from torch._guards import ChainedSource, CompileContext, Source
+    from torch.utils._device import DeviceContext
 
 with needed_for("running code of a trace outside of it"):
     from torch.compiler import _is_compiling_flag  # set by name, since it is read from its module

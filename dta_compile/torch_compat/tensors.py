@@ -1,5 +1,8 @@
 """Tensors without values, tensors that stand for others, and modes of the dispatcher."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from dta_compile.torch_compat import needed_for
@@ -39,3 +42,10 @@ with needed_for("tensors whose values come later"):
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+
+
+@contextlib.contextmanager
+def without_function_modes() -> Iterator[None]:
+    """Run a compiled graph below the user's function modes, whose effects on the model are part of the graph."""
+    with DisableTorchFunction() if function_modes() else contextlib.nullcontext():
+        yield

@@ -27,6 +27,7 @@ from dta_compile.capture.regions.guards import guards_of_hooks, is_of_hooks
 from dta_compile.passes.symbols import expression
 from dta_compile.torch_compat.dynamo import (
     AttributeMutationNew,
+    DeviceContext,
     ListVariable,
     NewGlobalVariable,
     Source,
@@ -60,6 +61,9 @@ def may_be_region(tx: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     """Return whether a call of a layer, `args[0]`, may be traced for other layers or reuse the trace of another."""
     layer = args[0].realize() if args else None
     if not isinstance(layer, UnspecializedNNModuleVariable) or layer.source is None or _has_written_to_containers(tx):
+        return False
+    modes = tx.symbolic_torch_function_state.mode_stack
+    if any(type(mode.realize().value) is not DeviceContext for mode in modes):  # would see a region as one call
         return False
     objects: list[Any] = []
 

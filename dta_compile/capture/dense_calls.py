@@ -1,13 +1,11 @@
 """Warn about calls of a compiled function that run densely because Dynamo hands this backend no graph of them.
 
-There are three causes. A compiled function that is called while Dynamo traces for another backend becomes part of that
-backend's graph. A function that Dynamo cannot trace, for example inside a `torch.func` transform, runs in Python. And
-so does every function inside a dispatch mode, such as a counter of operations; torch would go on so after the mode.
+There are two causes. A compiled function that is called while Dynamo traces for another backend becomes part of that
+backend's graph. And a function that Dynamo cannot trace, for example inside a `torch.func` transform, runs in Python.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import sys
@@ -27,7 +25,6 @@ from dta_compile.torch_compat.dynamo import (
     VariableBuilder,
     WrapperUserFunctionVariable,
 )
-from dta_compile.torch_compat.tensors import dispatch_modes, inside_dispatch_mode
 
 COMPILED = "_dta_compiled"  # attribute of an `OutputGraph`: ids of modules that are compiled for this backend
 SAID = "_dta_said"  # attribute of a compiled function: the warning has been logged
@@ -50,7 +47,6 @@ def warn(has_graphs: Callable[[Any], bool]) -> None:
     wrap_once(WrapperUserFunctionVariable, "call_function", _noticing_other_backends)
     wrap_once(InstructionTranslator, "__init__", noticing_failures)  # raises inside torch.func
     wrap_once(InstructionTranslator, "run", noticing_failures)
-    wrap_once(frames.CatchErrorsWrapper, "__call__", _skipping_only_inside_modes)
 
 
 def _noting_wrappers(wrap: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,27 +105,6 @@ def _say_if_dense(compiler: Any, has_graphs: Callable[[Any], bool], function: st
             cause,
             hint if is_of_transforms else "",
         )
-
-
-def _skipping_only_inside_modes(convert: Callable[..., Any]) -> Callable[..., Any]:
-    """Have Dynamo skip a function for the calls inside a dispatch mode, instead of for all calls from then on."""
-
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = convert(self, *args, **kwargs)
-        if result.guarded_code is not None or not inside_dispatch_mode() or not frames.is_ours(self):
-            return result
-        wrapper = frames.compile_wrapper_of(self)
-        if not hasattr(wrapper, SAID):
-            setattr(wrapper, SAID, True)
-            names = ", ".join(dict.fromkeys(type(mode).__name__ for mode in dispatch_modes()))
-            logger.warning(
-                "dta: a compiled call shares no prefixes: inside a dispatch mode (%s) torch.compile runs functions as"
-                " they are; calls after it share prefixes again",
-                names,
-            )
-        return dataclasses.replace(result, apply_to_code=False)
-
-    return __call__
 
 
 @functools.cache

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import gc
 import inspect
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -18,6 +16,7 @@ from torch import fx
 from dta_compile.attributes import attribute_set
 from dta_compile.capture.regions.guards import add_guard, guards_of_global_hooks, guards_of_hooks
 from dta_compile.capture.regions.repeated_layers import traced_once
+from dta_compile.capture.skipped_functions import note_failure, note_trace
 from dta_compile.errors import OptionError, RefusalError
 from dta_compile.integrations import tracing
 from dta_compile.integrations.checkpoint_flags import CheckpointFlags
@@ -43,7 +42,6 @@ from dta_compile.torch_compat.dynamo import (
     has_same_objects,
     maybe_mark_dynamic,
     register_hook_for_recompile_user_context,
-    reset_code,
     utils,
 )
 from dta_compile.torch_compat.dynamo import config as dynamo_config
@@ -341,7 +339,7 @@ def _with_preparations(run: Callable[[Any], None]) -> Callable[[Any], None]:
         if _options_of(self.output.compiler_fn).fallback != "dense":  # dense runs need their checkpoints
             _prepare(CheckpointFlags, modules)
         _mark_at_hand(self)
-        frames.call_when_left(functools.partial(_forget_if_refused, self.f_code))
+        note_trace(self.f_code)
         here = CompileContext.current_compile_id()
         with _no_collections(), traced_once(() if here in _without_regions else modules) as has_regions:
             if has_regions:  # layers that are traced once never hit this cache, which costs a tenth of the time
@@ -354,6 +352,7 @@ def _with_preparations(run: Callable[[Any], None]) -> Callable[[Any], None]:
             except Exception as error:
                 if has_regions:
                     _trace_again_without(_without_regions, "regions")
+                note_failure(self.f_code)
                 if here not in _has_given_up and "No ops traced" not in str(error):  # else there is nothing to compile
                     _has_given_up.add(here)
                     _given_up[:] = [(self.output.compiler_fn, cause(error) + _hooked(modules, str(error)))]
@@ -382,15 +381,6 @@ def _without_buckets(mode: Callable[[], str]) -> Callable[[], str]:
         return "no_optimization" if frames.is_ours(compiler._torchdynamo_orig_backend) else chosen
 
     return mode_for_backend
-
-
-def _forget_if_refused(code: types.CodeType) -> None:
-    """Drop what Dynamo has kept of a function that was traced in a call that ends in a refusal.
-
-    Where Dynamo gives up on a caller it does not guard why, so that the next call would be refused as well.
-    """
-    if isinstance(sys.exc_info()[1], RefusalError):
-        reset_code(code)
 
 
 def _guard_hooks(guards: Any) -> None:

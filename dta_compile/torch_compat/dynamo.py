@@ -8,6 +8,7 @@ with needed_for("capturing a model's graph"):
     from torch._dynamo import config, maybe_mark_dynamic, trace_rules, utils
     from torch._dynamo.cache_size import _has_same_id_matched_objs as has_same_objects
     from torch._dynamo.callback import callback_handler
+    from torch._dynamo.convert_frame import input_codes
     from torch._dynamo.eval_frame import OptimizedModule, innermost_fn, skip_code
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list as cache_entries_of
     from torch._dynamo.exc import (
@@ -23,6 +24,7 @@ with needed_for("capturing a model's graph"):
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.source import AttrSource, ConstantSource, NumpyTensorSource, TypeSource
     from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
+    from torch._dynamo.types import ConvertFrameReturn
     from torch._dynamo.utils import get_hook_for_recompile_user_context, register_hook_for_recompile_user_context
     from torch._dynamo.variables import (
         ConstantVariable,

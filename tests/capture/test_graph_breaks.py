@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dta_compile
 from tests.support.tiny import SMALL_CHUNKS, BareLM, Block, TinyLM, after, assert_same, shared_ids, weighted
@@ -103,26 +102,6 @@ def test_calls_that_dynamo_hands_over_no_graph_of_are_said_to_share_nothing(capl
             call()
         assert said in caplog.text and "test_graph_breaks.py" in caplog.text
         assert caplog.text.count("dta: ") == 1
-
-
-class Counting(TorchDispatchMode):
-    operators = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.operators += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_calls_after_one_inside_a_dispatch_mode_share_prefixes(caplog):
-    model = BareLM()
-    compiled = torch.compile(model, backend="dta", options=OPTIONS)
-    for ids in (shared_ids(), shared_ids(7, 8)):  # the first call of all, and one of a graph that is there
-        with caplog.at_level("WARNING", logger="dta_compile"), Counting() as mode:
-            torch.testing.assert_close(compiled(ids), model(ids))
-        assert mode.operators
-        weighted(compiled(ids)).backward()
-        assert dta_compile.last_plan(compiled).prefix_tree.lengths.tolist() == [ids.shape[1]] * len(ids)
-    assert caplog.text.count("inside a dispatch mode (Counting)") == 1
 
 
 def test_a_backward_inside_is_not_traced():

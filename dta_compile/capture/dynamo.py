@@ -524,8 +524,9 @@ def graph_break(module: fx.GraphModule) -> str | None:
 def _hooked(modules: Iterable[torch.nn.Module], reason: str) -> str:
     """Name the modules with backward hooks, if these are the reason why Dynamo cannot trace a function."""
     named = {module: name for root in modules for name, module in root.named_modules() if name}
-    hooked = (f"{named[m]} ({type(m).__name__})" for m in named if m._backward_hooks or m._backward_pre_hooks)
-    return f"; backward hooks are on {', '.join(hooked)}" if "backwards hooks" in reason else ""
+    hooked = [f"{named[m]} ({type(m).__name__})" for m in named if m._backward_hooks or m._backward_pre_hooks]
+    names = ", ".join(hooked) or "all modules (torch.nn.modules.module.register_module_full_backward_hook)"
+    return f"; backward hooks are on {names}" if "backwards hooks" in reason else ""
 
 
 def _with_line(reason: str, stack: Any) -> str:

@@ -346,7 +346,7 @@ def _with_preparations(run: Callable[[Any], None]) -> Callable[[Any], None]:
                 self.output.fake_mode.cache_enabled = False
             try:
                 run(self)
-                _guard_hooks(self.output.guards)
+                _guard_hooks(self)
             except (RestartAnalysis, BackendCompilerFailed):
                 raise
             except Exception as error:
@@ -383,10 +383,11 @@ def _without_buckets(mode: Callable[[], str]) -> Callable[[], str]:
     return mode_for_backend
 
 
-def _guard_hooks(guards: Any) -> None:
+def _guard_hooks(tx: Any) -> None:
     """Guard that modules get no hooks later, since by default Dynamo reads hooks only while it traces."""
-    for guard in [*guards_of_hooks(guards), *guards_of_global_hooks(guards)]:
-        add_guard(guards, guard)
+    if of_modules := [*guards_of_hooks(tx.output.guards)]:
+        for guard in (*of_modules, *guards_of_global_hooks(tx)):
+            add_guard(tx.output.guards, guard)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from torch import nn
 
 from dta_compile.torch_compat.dynamo import AttrSource, DictGuardManager, GuardBuilder, GuardManagerType, Source
 
-GLOBAL_HOOKS = frozenset(name for name in vars(nn.modules.module) if name.startswith("_global_") and "_hooks" in name)
+GLOBAL_HOOKS = tuple(name for name in vars(nn.modules.module) if name.startswith("_global_") and "_hooks" in name)
 _NO_STACK = traceback.StackSummary()
 
 
@@ -41,15 +41,11 @@ def guards_of_hooks(guards: Iterable[Any]) -> Iterator[Any]:
         yield module.make_guard(functools.partial(no_hooks, names=tuple(members)))
 
 
-def guards_of_global_hooks(guards: Iterable[Any]) -> Iterator[Any]:
-    """Yield a guard for each dict of hooks of all modules that the trace read, of their number.
-
-    Dynamo guards the type of these dicts, and those hooks that it traces.
-    """
-    read = dict.fromkeys(guard.originating_source for guard in guards)
-    for source in read:
-        if isinstance(source, AttrSource) and source.member in GLOBAL_HOOKS:
-            yield source.make_guard(GuardBuilder.SEQUENCE_LENGTH)
+def guards_of_global_hooks(tx: Any) -> Iterator[Any]:
+    """Yield guards of the numbers of hooks of all modules; Dynamo guards those hooks that it traces."""
+    module = tx.import_source(nn.modules.module.__name__)
+    for name in GLOBAL_HOOKS:
+        yield AttrSource(module, name).make_guard(GuardBuilder.SEQUENCE_LENGTH)
 
 
 def no_hooks(builder: Any, guard: Any, names: tuple[str, ...]) -> None:

@@ -29,7 +29,6 @@ from dta_compile.runtime.transparent import (
     no_autocast,
     unchanged,
 )
-from dta_compile.torch_compat.tensors import without_function_modes
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -200,7 +199,6 @@ class PartFunction(torch.autograd.Function):
 
     @staticmethod
     @torch.compiler.disable  # else Dynamo would trace it in a compiled function that calls backward()
-    @without_function_modes()
     def backward(ctx: Any, link: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the link's and the parameters' gradients."""
         return (None, None, torch.zeros(1), *ctx.sweep.backward(ctx.number, unchanged(ctx)))
@@ -224,7 +222,6 @@ class OutputsFunction(torch.autograd.Function):
 
     @staticmethod
     @torch.compiler.disable
-    @without_function_modes()
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Run what comes before the backward of the first group's last part; see `TreeFunction.backward`."""
         check_gradients(grads)

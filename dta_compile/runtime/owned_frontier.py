@@ -9,7 +9,6 @@ import torch
 from dta_compile.runtime.one_tree.call import PieceCall
 from dta_compile.runtime.one_tree.frontier import OwnedRows
 from dta_compile.runtime.transparent import TreeFunction, check_gradients, dense_frontier, gradient_of_cache
-from dta_compile.torch_compat.tensors import without_function_modes
 
 
 def frontier_of_ranks(call: PieceCall) -> list[torch.Tensor | None]:
@@ -39,7 +38,6 @@ class FrontierFunction(torch.autograd.Function):
 
     @staticmethod
     @torch.compiler.disable
-    @without_function_modes()
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Send gradients to the ranks that computed the rows. A value with a gradient on one rank has one on all."""
         check_gradients(grads)

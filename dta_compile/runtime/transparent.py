@@ -30,7 +30,7 @@ from dta_compile.runtime.calls.schedule_buffers import (
 )
 from dta_compile.runtime.rows.buffers import AllRows, RowBuffer
 from dta_compile.torch_compat.autograd import current_backward, is_batchedtensor, is_legacy_batchedtensor
-from dta_compile.torch_compat.tensors import DisableAutocast, without_function_modes
+from dta_compile.torch_compat.tensors import DisableAutocast
 
 logger = logging.getLogger("dta_compile")
 
@@ -328,7 +328,6 @@ class TreeFunction(torch.autograd.Function):
 
     @staticmethod
     @torch.compiler.disable  # else Dynamo would trace it in a compiled function that calls backward()
-    @without_function_modes()
     def backward(ctx: Any, link: torch.Tensor | None, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Run the backward half; return a gradient or None for every input of `forward`.
 

@@ -91,7 +91,8 @@ class FrontierValue:
     """A per-token value that leaves the token region: rows `[rows, *features]` of it become dense again.
 
     `memory_order` lists its dimensions from the widest stride to the narrowest, as in the trace of the epilogue.
-    Tokens outside all `uses` need no row: the dense value is zero there and its gradient is ignored.
+    Tokens outside all `uses` need no row: the dense value is zero there and its gradient is ignored. `sources` are the
+    numbers of earlier frontier values from which it is computed, so that its gradient is a part of theirs.
     """
 
     name: str
@@ -103,6 +104,7 @@ class FrontierValue:
     memory_order: tuple[int, ...]
     is_cache: bool
     uses: tuple[Use, ...]
+    sources: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)

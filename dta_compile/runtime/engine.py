@@ -44,7 +44,8 @@ from dta_compile.runtime.one_tree.call import GroupRanks, PieceCall, over_ranks
 from dta_compile.runtime.owned_frontier import frontier_of_ranks
 from dta_compile.runtime.returned_cache import ReturnedCache
 from dta_compile.runtime.transparent import dense_frontier, no_autocast
-from dta_compile.runtime.verification.self_check import self_check, verified
+from dta_compile.runtime.upstream_values import noticing_gradients
+from dta_compile.runtime.verification.self_check import padding_is_checked, self_check, verified
 from dta_compile.runtime.written_inputs import write
 from dta_compile.torch_compat.tensors import FakeTensor
 
@@ -78,6 +79,7 @@ class Engine:
         self.has_checkpoints = has_checkpoints(captured)
         self.last_plan: Plan | None = None
         self.checked = False
+        self.padding_is_checked = False
         self.is_reported = True  # whether plans go to logs and traces
         self.traced = 0  # number of plans in structured traces
         self.verdict: str | None = None  # of the self-check
@@ -173,7 +175,11 @@ class Engine:
             for node in {value.grad_fn for value in frontier if value.grad_fn is not None}:
                 node.register_prehook(lambda _: cache.expire())
             frontier = [cache.tensor(i) if value is None else value for i, value in enumerate(values)]
-        return Run(call, frontier, self.outputs_of(call, frontier), functools.partial(self.outputs_of, call))
+        frontier = noticing_gradients(frontier, self.executable)
+        run = Run(call, frontier, self.outputs_of(call, frontier), functools.partial(self.outputs_of, call))
+        if self.options.verify != "off" and self.rest is None and not self.padding_is_checked:
+            self.padding_is_checked = padding_is_checked(run)  # the rows of the self-check may have none
+        return run
 
     def planned(
         self, args: Sequence[Any], mode: str, with_cache: bool = True, layers: LayerGroups | None = None

@@ -27,6 +27,7 @@ from dta_compile.runtime.transparent import (
     TreeRun,
     check_gradients,
     no_autocast,
+    save,
     unchanged,
 )
 
@@ -194,7 +195,7 @@ class PartFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         """Save the parameters; return the link."""
         ctx.sweep, ctx.number = sweep, number
-        ctx.save_for_backward(*parameters)
+        save(ctx, (), parameters)
         return link.clone()
 
     @staticmethod
@@ -214,7 +215,7 @@ class OutputsFunction(torch.autograd.Function):
         """Run the forward of all groups; return the frontier values (None for those not wanted)."""
         outputs, frontier = sweep.outputs(), sweep.call.executable.frontier
         ctx.sweep = sweep
-        ctx.save_for_backward(*sweep.call.reread())
+        save(ctx, (), sweep.call.reread())
         ctx.set_materialize_grads(False)
         pairs = zip(frontier, outputs, strict=True)
         ctx.mark_non_differentiable(*(out for value, out in pairs if out is not None and not value.differentiable))

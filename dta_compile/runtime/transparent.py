@@ -319,7 +319,7 @@ class TreeFunction(torch.autograd.Function):
         outputs = run.forward(received)
         ctx.run = run
         kept = received if run.stretch is None else run.stretch.to_save(run, any(ctx.needs_input_grad))
-        ctx.save_for_backward(*kept, *parameters, *run.call.reread())
+        save(ctx, kept, (*parameters, *run.call.reread()))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(out for i, out in enumerate(outputs) if out is not None and not run.is_differentiable(i))
@@ -370,19 +370,33 @@ def check_gradients(grads: Sequence[torch.Tensor | None]) -> None:
         )
 
 
+def save(ctx: Any, computed: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+    """Save computed tensors and tensors of the user's for the backward, for `unchanged`."""
+    ctx.save_for_backward(*computed, *given)
+    ctx.memory = [(tensor, tensor.untyped_storage()) for tensor in given if tensor.is_leaf]
+
+
 def unchanged(ctx: Any) -> tuple[torch.Tensor, ...]:
-    """Return the saved tensors; raise RuntimeContractError if one was changed in place since the forward."""
+    """Return what `save` saved; raise RuntimeContractError if one was changed in place since the forward."""
     try:
-        return tuple(ctx.saved_tensors)
+        saved = tuple(ctx.saved_tensors)
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
-        raise RuntimeContractError(
-            "a parameter, buffer or input of the compiled call was changed in place before its backward",
-            expected="the same values, which chunks read again (eager mode may have saved none of them)",
-            got=str(error).split(" Hint:")[0],
-            hint="call backward first, or write to a copy",
-        ) from error
+        raise _changed(str(error).split(" Hint:")[0]) from error
+    for tensor, memory in ctx.memory:  # FSDP2 frees and fills the memory of parameters, but never exchanges it
+        if tensor.untyped_storage()._cdata != memory._cdata:
+            raise _changed(f"other memory of a tensor {list(tensor.shape)}: its `.data` was set")
+    return saved
+
+
+def _changed(got: str) -> RuntimeContractError:
+    return RuntimeContractError(
+        "a parameter, buffer or input of the compiled call was changed in place before its backward",
+        expected="the same values, which chunks read again (eager mode may have saved none of them)",
+        got=got,
+        hint="call backward first, or write to a copy",
+    )
 
 
 def _or_keeping_nothing(call: PlannedCall, run: Callable[[PlannedCall], Result]) -> tuple[PlannedCall, Result]:

@@ -3,6 +3,11 @@
 Correctness depends on the switches: a graph's calls are compared with them by identity.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
 from dta_compile.torch_compat import needed_for
 
 with needed_for("following gradients through a graph"):
@@ -38,5 +43,27 @@ with needed_for("noticing torch.func"):
 
 with needed_for("the order of gradients in a backward pass"):
     from torch._C import _current_graph_task_id as current_backward
+    from torch._C import _will_engine_execute_node as will_run
     from torch.autograd import _get_sequence_nr as sequence_number  # type: ignore[attr-defined]
     from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
+
+with needed_for("noticing hooks on results"):
+    from torch._C import _FunctionBase
+
+    register_hooks: Any = _FunctionBase._register_hook_dict
+
+Note = Callable[[Any, torch.Tensor], None]
+
+
+def note_hooks(function: type[torch.autograd.Function]) -> Callable[[Note], Note]:
+    """Decorate what is called with the context of a function and its output when the first hook on that comes."""
+
+    def decorator(note: Note) -> Note:
+        def register(ctx: Any, output: torch.Tensor) -> None:
+            note(ctx, output)
+            register_hooks(ctx, output)
+
+        function._backward_cls._register_hook_dict = register  # type: ignore[attr-defined]
+        return note
+
+    return decorator

@@ -44,7 +44,7 @@ from dta_compile.passes.chunk.chunk_graph import chunk_device
 from dta_compile.passes.cuts.other_batches import programs_of
 from dta_compile.passes.cuts.row_epilogue import row_dim, row_layout
 from dta_compile.passes.gradients.unroll import all_mixers, all_parameters, times_of
-from dta_compile.passes.graphs.nodes import behind
+from dta_compile.passes.graphs.nodes import behind, may_have_gradient
 from dta_compile.passes.graphs.operators import INDEX_ENTRIES, INDEX_EVERY_AXIS, INDEX_ONE_AXIS, SAME_ENTRIES, aten
 from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.program import ChunkInput as LoweredInput
@@ -72,7 +72,7 @@ def seal(program: Program) -> Executable:
         prologue=Code.of(program.prologue),
         mixers=all_mixers(program),
         mask_slots={node.name: slots[node] for node in leaves_of_masks(program)},
-        frontier=tuple(_frontier_value(value, slots) for value in program.frontier),
+        frontier=tuple(_frontier_value(program, value, slots) for value in program.frontier),
         trunk_inputs=chunk_inputs(program.trunk_inputs),
         head_inputs=chunk_inputs(program.head_inputs),
         constant_inputs=tuple(slots[node] for node in program.constant_inputs),
@@ -141,13 +141,28 @@ def _chunk_input(program: Program, item: LoweredInput, slot: int, indexes: tuple
     return ChunkInput(slot, item.layout, name, source, is_input, indexes, by_depth)
 
 
-def _frontier_value(value: FrontierValue, slots: Mapping[fx.Node, int]) -> executable.FrontierValue:
+def _frontier_value(program: Program, value: FrontierValue, slots: Mapping[fx.Node, int]) -> executable.FrontierValue:
     def at_slots(use: Use) -> Use:
         conditions = (dataclasses.replace(condition, source=slots[condition.source]) for condition in use.conditions)
         return Use(use.frame, frozenset(conditions))
 
     facts = {field.name: getattr(value, field.name) for field in dataclasses.fields(executable.FrontierValue)}
-    return executable.FrontierValue(**{**facts, "shape": sizes(value.node), "uses": tuple(map(at_slots, value.uses))})
+    uses, sources = tuple(map(at_slots, value.uses)), _sources(program, value)
+    return executable.FrontierValue(**{**facts, "shape": sizes(value.node), "uses": uses, "sources": sources})
+
+
+def _has_no_gradient(node: fx.Node) -> bool:
+    is_alone = isinstance(node.meta.get("val"), torch.Tensor)  # several results may be of several kinds
+    return node.target is aten.detach.default or (is_alone and not may_have_gradient(node))
+
+
+def _sources(program: Program, value: FrontierValue) -> tuple[int, ...]:
+    """Return the numbers of the frontier values to which gradients flow from a value."""
+    if value.is_cache or not value.differentiable:
+        return ()
+    read = ancestors([value.node], stop=_has_no_gradient)
+    differentiable = ((i, other) for i, other in enumerate(program.frontier) if other.differentiable)
+    return tuple(i for i, other in differentiable if other.node in read and other.node is not value.node)
 
 
 def _row_epilogue(program: Program) -> RowEpilogue | NoRowEpilogue | None:

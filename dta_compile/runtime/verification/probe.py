@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from dta_compile.errors import VerificationError
 from dta_compile.executable.executable import Executable
 from dta_compile.runtime.calls.planned_call import Run
+from dta_compile.runtime.returned_cache import OnDemand
 
 # Largest accepted difference relative to the largest entry; rounding differs because sums run in another order.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
@@ -34,18 +36,28 @@ class Probe:
         self.rounding = min(ROUNDING * torch.finfo(self.dtype).eps, self.tolerance)
         self.generator = torch.Generator(run.call.device).manual_seed(1)
         self.padding = [run.call.layout.padding(i) for i in range(len(run.frontier))]
-        self.rounded = self._outputs([self._rounded(value) for value in run.frontier])
         self.has_padding = any(mask is not None for mask in self.padding)
-        self.padded: tuple[Any, ...] = ()
-        self.plausible: tuple[Any, ...] = ()
-        if self.has_padding:
-            self.padded = self._outputs([*map(self._padded, run.frontier, self.padding)])
-            self.plausible = self._outputs([*map(self._plausible, run.frontier, self.padding)])
         self.masks: dict[int, torch.Tensor] = {}
 
-    def _outputs(self, frontier: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    @functools.cached_property
+    def rounded(self) -> tuple[Any, ...]:
+        """Outputs for frontier values perturbed by rounding."""
+        return self._outputs(lambda value, _: self._rounded(value))
+
+    @functools.cached_property
+    def padded(self) -> tuple[Any, ...]:
+        """Outputs for frontier values with large numbers at padding."""
+        return self._outputs(self._padded)
+
+    @functools.cached_property
+    def plausible(self) -> tuple[Any, ...]:
+        """Outputs for frontier values with numbers at padding that are in the range of the others."""
+        return self._outputs(self._plausible)
+
+    def _outputs(self, perturbed: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]) -> tuple[Any, ...]:
         with torch.no_grad():
-            return self.run.outputs_of(frontier)
+            pairs = zip(self.run.frontier, self.padding, strict=True)
+            return self.run.outputs_of([v if isinstance(v, OnDemand) else perturbed(v, mask) for v, mask in pairs])
 
     def _random(self, value: torch.Tensor) -> torch.Tensor:
         return torch.randn(value.shape, generator=self.generator, device=value.device, dtype=torch.float32)
@@ -91,11 +103,8 @@ class Probe:
         output, mine = self.outputs[index], self.run.outputs[index]
         if not self.has_padding or not isinstance(mine, torch.Tensor) or output.is_over_tokens:
             return
-        mine, other = real_parts(mine.detach()), real_parts(self.plausible[index])
-        changed = (
-            (other - mine).abs() > self.tolerance * largest_entry(mine) if mine.is_floating_point() else other != mine
-        )
-        if bool((changed & mine.isfinite() & other.isfinite()).any()):
+        mine, others = real_parts(mine.detach()), [real_parts(other[index]) for other in (self.plausible, self.padded)]
+        if any(self._is_changed(mine, other) for other in others):
             raise VerificationError(
                 f"output {index} ({output.name}) depends on padding, which the prefix tree does not compute",
                 where=output.where,
@@ -104,6 +113,14 @@ class Probe:
                 hint="multiply by the mask before the mean, or masked_fill before the maximum; "
                 "options={'verify': 'off'} accepts it as it is",
             )
+
+    def _is_changed(self, mine: torch.Tensor, other: torch.Tensor) -> bool:
+        """Return whether an entry that is finite in both changes by more than rounding."""
+        if other.shape != mine.shape:
+            return True
+        is_float = mine.is_floating_point()
+        changed = (other - mine).abs() > self.tolerance * largest_entry(mine) if is_float else other != mine
+        return bool((changed & mine.isfinite() & other.isfinite()).any())
 
     def compare_output(self, index: int, theirs: Any, rounding: float = 0.0) -> float | None:
         """Return the largest relative difference of an output; None if it cannot be compared.

@@ -30,6 +30,7 @@ from dta_compile.executable.executable import Executable
 from dta_compile.ops.feature_tables import part_of_batch
 from dta_compile.runtime.calls.planned_call import PlannedCall, Run
 from dta_compile.runtime.measure.budget import default_budget
+from dta_compile.runtime.returned_cache import OnDemand
 from dta_compile.runtime.verification.probe import (
     NOISE,
     Probe,
@@ -46,6 +47,7 @@ RunSmall = Callable[[int, Sequence[Any]], Run]  # from the number of columns and
 
 SHARE = 0.1  # largest share of the first call's time for the self-check
 UNNOTICED = 0.25  # seconds that it may take in any case; the first call with generated code compiles nothing
+COPIES = 3  # of frontier values, about what it takes to compute an epilogue on other ones
 PASSES = {True: 8.0, False: 3.0}  # its cost with and without gradients, in forward passes of the captured program
 
 
@@ -104,6 +106,21 @@ def self_check(
         return f"skipped: {str(reason).splitlines()[0]}"
     except Exception as error:
         return f"skipped: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:150]}"
+
+
+def padding_is_checked(run: Run) -> bool:
+    """Check whether padding changes outputs of a whole call; return False if it has none, or cannot be checked.
+
+    Raises:
+        VerificationError: naming the output.
+    """
+    size = sum(value.nbytes for value in run.frontier if not isinstance(value, OnDemand))
+    if _not_comparable(run.call) or COPIES * size > default_budget(run.call.device):
+        return False
+    probe = Probe(run)
+    for i in range(len(run.outputs)):
+        probe.require_no_padding(i)
+    return probe.has_padding
 
 
 def _self_check(

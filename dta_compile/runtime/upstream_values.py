@@ -1,0 +1,137 @@
+"""Refuse gradients at outputs that lack what comes by way of other outputs.
+
+Outputs of a call are siblings in autograd's graph: hidden states that are returned get no gradient from logits that are
+computed from them. Tokens that rows share have one gradient, the sum over these rows, so there is none to hand out by
+row. Gradients of parameters are complete, but hooks, `retain_grad()` and `torch.autograd.grad` at such an output would
+see, and change, less than in eager mode. Each such pair of values goes through two identities, whose backward notices.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dta_compile.errors import RuntimeContractError
+from dta_compile.executable.executable import Executable
+from dta_compile.runtime.transparent import TreeFunction
+from dta_compile.torch_compat.autograd import note_hooks, will_run
+
+
+def noticing_gradients(frontier: Sequence[torch.Tensor], executable: Executable) -> list[torch.Tensor]:
+    """Return the dense frontier values; a backward raises where a gradient is asked for that lacks a part."""
+    values, noticing, watched = executable.frontier, list(frontier), dict[int, Watched]()
+    for i, value in enumerate(values):
+        sources = [source for source in value.sources if frontier[source].requires_grad]
+        if not (sources and frontier[i].requires_grad):
+            continue
+        for source in sources:
+            if source not in watched:
+                watched[source] = Watched(values[source].name, _where(executable, values[source].name))
+                noticing[source] = watched[source].watch(noticing[source])
+        upstream = [watched[source] for source in sources]
+        noticing[i] = DownstreamValue.apply(noticing[i], value.name, upstream, *(noticing[i] for i in sources))
+    return noticing
+
+
+def _where(executable: Executable, name: str) -> str:
+    return next((output.where for output in executable.outputs if output.name == name), "")
+
+
+class Watched:
+    """Who asks for the gradient of an output from which others are computed.
+
+    Attributes:
+        name, where: for messages: the value's name and the user's source line.
+        tensor: weak reference to the output.
+        hooks: the hooks registered on it, which may outlive it.
+    """
+
+    def __init__(self, name: str, where: str) -> None:
+        self.name, self.where = name, where
+        self.tensor: weakref.ref[torch.Tensor] | None = None
+        self.hooks: Mapping[int, Any] = {}
+
+    def watch(self, value: torch.Tensor) -> torch.Tensor:
+        """Return an identity of the value that notes its hooks."""
+        noticing: torch.Tensor = UpstreamValue.apply(value, self)
+        self.tensor = weakref.ref(noticing)
+        return noticing
+
+    @property
+    def asked_by(self) -> str:
+        """What takes its gradient, as far as the tensor knows."""
+        tensor = self.tensor() if self.tensor is not None else None
+        if self.hooks:
+            return f"a hook on {self.name}"
+        return f"retain_grad() on {self.name}" if tensor is not None and tensor.retains_grad else ""
+
+
+class UpstreamValue(torch.autograd.Function):
+    """Identity of a value from which others are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, watched: Watched) -> torch.Tensor:
+        """Return the value."""
+        ctx.watched = watched
+        ctx.set_materialize_grads(False)
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        """Return the gradient."""
+        return grad, None
+
+    jvp = TreeFunction.jvp
+
+
+@note_hooks(UpstreamValue)
+def _note_hooks(ctx: Any, output: torch.Tensor) -> None:
+    ctx.watched.hooks = output._backward_hooks
+
+
+class DownstreamValue(torch.autograd.Function):
+    """Identity of a value computed from others, with an edge to each, so that it goes backward before them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, name: str, watched: Sequence[Watched], *upstream: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the value."""
+        ctx.name, ctx.watched = name, watched
+        ctx.set_materialize_grads(False)
+        return value.detach()
+
+    @staticmethod
+    @torch.compiler.disable  # else Dynamo would trace it in a compiled function that calls backward()
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of the value, and none for those that it is computed from.
+
+        Raises:
+            RuntimeContractError: a hook, `retain_grad()` or `torch.autograd.grad` asks for a gradient of these.
+        """
+        if grad is not None:
+            for watched in ctx.watched:
+                if watched.asked_by:
+                    raise _incomplete(ctx.name, watched.asked_by, watched.where)
+            (of_value, _), *_ = ctx.next_functions
+            if not will_run(of_value):
+                names = " or ".join(watched.name for watched in ctx.watched)
+                raise _incomplete(ctx.name, f"torch.autograd.grad with respect to {names}")
+        return grad, None, None, *[None] * len(ctx.watched)
+
+    jvp = TreeFunction.jvp
+
+
+def _incomplete(name: str, asked: str, where: str = "") -> RuntimeContractError:
+    return RuntimeContractError(
+        f"the gradient of an output lacks what comes by way of {name}, which is computed from it",
+        where=where,
+        expected="hooks, retain_grad() and torch.autograd.grad on outputs from which no other output of the loss is"
+        " computed",
+        got=asked,
+        hint="rows that share a prefix share its hidden states, with one gradient: take gradients of hidden states in"
+        " eager mode",
+    )

@@ -105,14 +105,14 @@ def _mark(example: torch.Tensor, traced: torch.Tensor) -> bool:
 
 def _mark_rows(node: fx.Node, data: Sequence[fx.Node]) -> bool:
     """Mark the rows of a leaf `[B, D]` or `[B]`, and the tokens of one `[B, S]`, as dynamic if the trace made as many
-    rows or tokens of other inputs a constant.
+    rows or tokens of other inputs a constant. So it does for tensors that are held by submodules and their hooks.
 
-    A leaf may be a weight, whose sizes are constants; so is then the number of rows or tokens that it is combined with.
+    Both may be weights, whose sizes are constants; so is then the number of rows or tokens that they are combined with.
     """
     value, grapharg = node.meta.get("example_value"), node.meta.get("grapharg")
-    if grapharg is None or isinstance(grapharg.example, torch.nn.Parameter):
+    if not isinstance(value, torch.Tensor) or grapharg is None or isinstance(grapharg.example, torch.nn.Parameter):
         return False
-    if not is_weight(value) or value.dim() == 0 or getattr(grapharg.example, MARKED, False):
+    if not (is_weight(value) or _is_held(grapharg)) or value.dim() == 0 or getattr(grapharg.example, MARKED, False):
         return False
     shapes = [other.meta["example_value"].shape for other in data if other.meta["example_value"].dim() > 1]
     sizes = enumerate(map(expression, value.shape))
@@ -501,9 +501,19 @@ def is_data(node: fx.Node) -> bool:
     value, grapharg = node.meta.get("example_value"), node.meta.get("grapharg")
     if not isinstance(value, torch.Tensor) or grapharg is None or is_weight(value):
         return False
+    return not any(part in _path(grapharg) for part in ("_parameters", "_buffers", "_modules"))
+
+
+def _is_held(grapharg: Any) -> bool:
+    """Return whether a tensor is reached by way of a module and is no parameter or buffer."""
+    container, *_ = _path(grapharg).rpartition("[")
+    return "_modules" in container and not container.endswith(("._parameters", "._buffers"))
+
+
+def _path(grapharg: Any) -> str:
+    """Return the expression by which an input is reached from the arguments of the traced function."""
     name = grapharg.source.name
-    name = name() if callable(name) else str(name)
-    return not any(part in name for part in ("_parameters", "_buffers", "_modules"))
+    return name() if callable(name) else str(name)
 
 
 def is_weight(value: Any) -> bool:

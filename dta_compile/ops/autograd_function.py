@@ -40,7 +40,8 @@ class AutogradFunctionCall(torch.nn.Module):
         self.template = [_placeholder(arg) for arg in self.template]
         self.present: list[bool] = []
         self.returns_tuple = False
-        self.is_pointwise = False  # in both directions, with a backward that is linear in the gradients
+        self.is_pointwise = False  # by token in both directions, with a backward that is linear in the gradients
+        self.features: int | None = None  # last dimensions of its tensors that have to be features, if any have to be
         self.is_linear = False
         self.reason: str | None = None  # why it is not pointwise
         self.draws = self._is_impure = False  # FX keeps unused calls of modules with `_is_impure`

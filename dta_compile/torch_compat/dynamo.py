@@ -28,6 +28,7 @@ with needed_for("capturing a model's graph"):
     from torch._dynamo.utils import get_hook_for_recompile_user_context, register_hook_for_recompile_user_context
     from torch._dynamo.variables import (
         ConstantVariable,
+        GetAttrVariable,
         LazyVariableTracker,
         ListVariable,
         NewGlobalVariable,

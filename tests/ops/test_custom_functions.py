@@ -246,3 +246,148 @@ def test_gradients_that_cannot_be_taken_chunk_by_chunk_are_refused(functions, wo
     torch._dynamo.reset()
     with pytest.raises(RefusalError, match=words):
         torch.compile(Functions(*functions), backend="dta")(shared_ids())
+
+
+class JumpReLU(torch.autograd.Function):
+    """As sparse autoencoders have it: a threshold per feature, whose gradient comes from a window around it."""
+
+    @staticmethod
+    def forward(ctx, x, threshold):
+        ctx.save_for_backward(x, threshold)
+        return x * (x > threshold)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, threshold = ctx.saved_tensors
+        near = ((x - threshold).abs() < 0.5).to(x.dtype)
+        return grad * (x > threshold), -threshold * (near * grad).sum((0, 1))
+
+
+class RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        scale = x.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt()
+        ctx.save_for_backward(x, weight, scale)
+        return x * scale * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, scale = ctx.saved_tensors
+        normed = x * scale
+        along = (grad * weight * normed).mean(-1, keepdim=True)
+        return 1.5 * scale * (grad * weight - normed * along), (grad * normed).sum(dim=(0, 1))
+
+
+class LearnedStep(torch.autograd.Function):
+    """A quantiser with one step size for all features."""
+
+    @staticmethod
+    def forward(ctx, x, step):
+        ctx.save_for_backward(x, step)
+        return (x / step[:1]).round() * step[:1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, step = ctx.saved_tensors
+        error = (x / step).round() - x / step
+        return grad, (grad * error).sum((0, 1))
+
+
+class OfMean(JumpReLU):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad.mean((0, 1))
+
+
+class OfRows(JumpReLU):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad.sum(0).sum(0)
+
+
+class GivenBack(JumpReLU):
+    """Each token gets the gradient of all of them."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        of_threshold = grad.sum((0, 1))
+        return grad + of_threshold, of_threshold
+
+
+class AlongTokens(JumpReLU):
+    @staticmethod
+    def forward(ctx, x, threshold):
+        return x * threshold / x.abs().amax(1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad.sum((0, 1))
+
+
+class GivesWeight(JumpReLU):
+    @staticmethod
+    def forward(ctx, x, threshold):
+        return x * 2, threshold * 2
+
+    @staticmethod
+    def backward(ctx, grad, of_threshold):
+        return grad * 2, of_threshold * 2
+
+
+class Weighted(Functions):
+    def __init__(self, function) -> None:
+        super().__init__(lambda x: function.apply(x, self.weight))
+        self.weight = nn.Parameter(torch.linspace(0.1, 1.0, 16).double())
+
+
+@pytest.mark.parametrize("function", [JumpReLU, RMSNorm, LearnedStep])
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_function_of_tokens_and_a_weight_runs_over_the_tree(function, flat):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, ids = Weighted(function), shared_ids()
+    if flat:  # with a batch axis of one entry
+        model.of_tokens = lambda x: function.apply(x.flatten(0, 1)[None], model.weight)[0].view_as(x)
+    compiled = torch.compile(model, backend="dta", options={"chunk_size": 3})
+    found = [torch.autograd.grad(run(ids).sin().sum(), list(model.parameters())) for run in (model, compiled)]
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(theirs, mine, rtol=1e-9, atol=1e-9)
+    assert dta_compile.last_plan(compiled).stats.compression > 1
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (OfMean, "backward is not pointwise: aten.mean"),
+        (OfRows, "backward is not pointwise: aten.sum"),
+        (GivenBack, "gives tokens a sum over all of them"),
+        (AlongTokens, "forward is not pointwise: aten.amax"),
+        (GivesWeight, "not those of tokens"),
+    ],
+)
+def test_a_function_of_tokens_and_a_weight_that_mixes_tokens_is_refused(function, words):
+    torch._dynamo.reset()
+    model = Weighted(function)
+    if function is GivesWeight:
+        model.of_tokens = lambda x: function.apply(x, model.weight)[0] * function.apply(x, model.weight)[1]
+    with pytest.raises(RefusalError, match=words):
+        torch.compile(model, backend="dta")(shared_ids())
+
+
+def test_features_that_are_the_tokens_of_rows_of_one_length_are_no_features():
+    class ByColumn(JumpReLU):
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, grad.sum(0)
+
+    torch._dynamo.reset()
+    model, ids = Functions(lambda x: x), shared_ids()
+    weight = nn.Parameter(torch.rand(9, 16).double())
+    model.of_tokens = lambda x: ByColumn.apply(x, weight)
+    compiled = torch.compile(model, backend="dta")
+    try:
+        found = [torch.autograd.grad(run(ids).sin().sum(), [weight]) for run in (model, compiled)]
+    except RefusalError as refusal:
+        assert "autograd_function" in str(refusal) or "token size" in str(refusal)
+    else:
+        torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)

@@ -1,6 +1,6 @@
 """Avoid unnecessary graph breaks of Dynamo: a symbolic `is_causal`, `requires_grad_()` of a result, `tolist()`,
-`assert x.item() < n`, and branches that are skipped where no rows are selected. And a graph for every size, by
-`take_along_dim`.
+`assert x.item() < n`, `type(weight).__module__`, and branches that are skipped where no rows are selected. And a graph
+for every size, by `take_along_dim`.
 
 `backend.py` patches Dynamo once, on import; only traces for this backend are affected.
 """
@@ -20,6 +20,7 @@ from dta_compile.torch_compat import frames, wrap_once
 from dta_compile.torch_compat.autograd import get_inplace_requires_grad_allowed, set_inplace_requires_grad_allowed
 from dta_compile.torch_compat.dynamo import (
     ConstantVariable,
+    GetAttrVariable,
     InstructionTranslatorBase,
     OutputGraph,
     SideEffects,
@@ -45,6 +46,7 @@ def avoid() -> None:
         (TensorVariable, "method_tolist", _tracing_tolist),
         (TensorVariable, "method_item", _tracing_item),
         (TensorVariable, "call_method", _tracing_sizes),
+        (GetAttrVariable, "call_method", _naming_modules),
         (TorchInGraphFunctionVariable, "call_function", _function_along_dim),
         (TensorVariable, "call_method", _method_along_dim),
         (InstructionTranslatorBase, "step", selected_branches.taking_branches),
@@ -69,6 +71,18 @@ def _as_bool(value: Any) -> Any:
     if isinstance(value, SymNodeVariable) and isinstance(value.sym_num, torch.SymBool):
         return ConstantVariable.create(value.evaluate_expr())
     return value
+
+
+def _naming_modules(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace `type(weight).__module__.startswith(...)`, by which PEFT asks whether a weight is quantised."""
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        is_class = isinstance(self.obj, TorchInGraphFunctionVariable) and isinstance(self.obj.value, type)
+        if is_class and self.name == "__module__" and frames.is_ours(tx.output.compiler_fn):
+            return ConstantVariable.create(self.obj.value.__module__).call_method(tx, name, args, kwargs)
+        return call(self, tx, name, args, kwargs)
+
+    return call_method
 
 
 def _function_along_dim(call: Callable[..., Any]) -> Callable[..., Any]:

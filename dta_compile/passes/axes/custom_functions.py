@@ -1,13 +1,14 @@
 """Derive what calls of a user's `torch.autograd.Function` may do over a tree from the operators of both directions.
 
 Chunks give a function the gradients of a shared value as parts or sums of what eager execution gives it, call by call:
-backward has to be linear in them. On values of tokens, both directions have to be pointwise, too.
+backward has to be linear in them. On values of tokens, both directions have to treat every entry by itself, too, or
+every token: operators along features, weights that all tokens share, and sums of their gradients over all tokens.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -15,7 +16,9 @@ import torch
 from torch import fx
 
 from dta_compile.attributes import attribute_set
+from dta_compile.executable.layouts import Layout
 from dta_compile.ops.autograd_function import AutogradFunctionCall, custom_function
+from dta_compile.ops.library import is_random
 from dta_compile.passes.axes.tokenwise_operators import pointwise, rule_for
 from dta_compile.passes.graphs.operators import SAME_ENTRIES, aten
 from dta_compile.passes.program import Program, name_of, tensors_of
@@ -35,6 +38,11 @@ WRITES_ZERO = frozenset({aten.masked_fill.Scalar, aten.masked_fill_.Scalar})
 ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default})
 NUMBERS = frozenset({aten.scalar_tensor.default, aten.full.default, aten.full_like.default})
 
+# Along the argument `dim`, which they keep if asked to.
+ALONG = frozenset(
+    {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.linalg_vector_norm.default}
+)
+SOFTMAXES = frozenset({aten._softmax.default, aten._log_softmax.default})
 CONSTANTS = ZEROS | NUMBERS | {aten.ones_like.default}
 
 
@@ -48,13 +56,25 @@ def mark_custom_functions(program: Program) -> None:
         call.reason = derivation.nonlinear or derivation.mixing or ("it draws random numbers" if call.draws else None)
         if call.reason is None:
             call.mark_pointwise()
+            call.features = derivation.features if derivation.has_features else None
             node.args = (node.args[0], [])
+
+
+def has_other_features(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> bool:
+    """Return whether a function along features gets values with a batch or token axis among those dimensions."""
+    call = custom_function(node)
+    if call is None or call.features is None:
+        return False
+    lead = [layout.dims[: -call.features or None] for layout in layouts.values() if layout.labelled]
+    of_features = [layout.dims[len(layout.dims) - call.features :] for layout in layouts.values()]
+    return len({len(dims) for dims in lead}) != 1 or any(axis is not None for dims in of_features for axis in dims)
 
 
 @torch.no_grad()
 def _derive(call: AutogradFunctionCall, node: fx.Node) -> _Derivation:
     tensors, sizes = pytree.tree_map_only(fx.Node, lambda arg: arg.meta["val"], node.args)
-    derivation, mode = _Derivation(tuple(map(expression, tensors[0].shape))), tensors[0].fake_mode
+    shapes = [tuple(map(expression, tensor.shape)) for tensor in tensors]
+    derivation, mode = _Derivation(max(shapes, key=lambda shape: (_symbolic(shape), len(shape)))), tensors[0].fake_mode
     with tracing(mode), attribute_set(mode, "allow_non_fake_inputs", True):
         call.forward_graph = _without_views(call.forward_graph, call.arguments(tensors, sizes))
         with derivation:
@@ -64,7 +84,7 @@ def _derive(call: AutogradFunctionCall, node: fx.Node) -> _Derivation:
         derivation.follow(tensors_of(gradients))
         with derivation:
             results = call.gradients(gradients, saved)
-    derivation.finish([*tensors, *outputs], results)
+    derivation.finish(tensors, outputs, results)
     return derivation
 
 
@@ -120,18 +140,31 @@ def _place(value: torch.Tensor) -> tuple[Any, ...]:
     return storage, expression(value.storage_offset()), shape, strides, value.dtype, value.is_conj(), value.is_neg()
 
 
+def _symbolic(shape: Shape) -> int:
+    """Return the number of dimensions up to the last one whose size is no constant."""
+    return max((i for i, size in enumerate(shape, 1) if size.free_symbols), default=0)
+
+
 class _Derivation(TorchDispatchMode):
     """Mode that follows the operators of a function over fake tensors.
 
+    Values of tokens have the dimensions of one argument up to the last symbolic size, and then features; values of no
+    token have at most features.
+
     Attributes:
-        mixing: why not all tensors have one shape, or are scalars, and all operators are pointwise with constant
-            numbers; None if it is so.
+        features: number of dimensions that are features; has_features: whether anything depends on that.
+        mixing: why not all operators treat every token by itself with constant numbers; None if it is so.
         nonlinear: why not all that depends on the followed gradients is linear in them; None if it is so.
+        summed: gradients summed over all tokens.
     """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
+        self.tokens = shape[: _symbolic(shape)]
+        self.features = len(shape) - len(self.tokens)
+        self.has_features = False
+        self.summed: dict[int, torch.Tensor] = {}
         self.mixing: str | None = None
         self.nonlinear: str | None = None
         self.linear: dict[int, torch.Tensor] = {}
@@ -141,22 +174,33 @@ class _Derivation(TorchDispatchMode):
         """Begin with the backward of these gradients."""
         self.linear = {id(gradient): gradient for gradient in gradients}
 
-    def finish(self, values: list[Any], gradients: list[Any]) -> None:
-        """Take arguments and results of forward, and the results of backward, into account."""
+    def finish(self, arguments: Sequence[Any], outputs: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Take arguments and outputs of forward, and the results of backward, into account."""
         results = tensors_of(gradients)
         if not all(map(self._is_linear, results)):
             self._is_nonlinear("it gives one that does not depend on those it gets")
-        every = [*tensors_of(values), *results]
-        if any(tensor.dim() == 0 or self._is_other(tensor) for tensor in every):
-            self.mixing = self.mixing or "its arguments, results and gradients are not all of one shape"
+        weights = [tensor for tensor in tensors_of(arguments) if self._is_weight(tensor)]
+        self.has_features |= bool(weights)
+        of_tokens = [tensor for tensor in tensors_of(arguments) if not any(tensor is weight for weight in weights)]
+        of_tokens += [tensor for tensor in results if not (weights and self._is_of_weight(tensor))]
+        if not all(map(self._is_of_tokens, [*of_tokens, *tensors_of(outputs)])):
+            self.mixing = self.mixing or "its results are not those of tokens, or a gradient is no sum over all of them"
+
+    def _is_of_weight(self, gradient: torch.Tensor) -> bool:
+        return id(gradient) in self.summed or (id(gradient) in self.zero and self._is_weight(gradient))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.prim.device.default:  # what dispatch itself asks
             return result
         values = pytree.tree_leaves((args, kwargs, result))
-        is_pure = func in CONSTANTS or (not func._schema.is_mutable and rule_for(func) is pointwise)
-        if not is_pure or any(map(self._is_other, values)):
+        if self._sums_tokens(func, args, result):
+            self.summed |= {id(result): result}
+        elif any(id(value) in self.summed for value in values):
+            self.summed |= {id(tensor): tensor for tensor in tensors_of(result)}
+            if any(map(self._is_of_tokens, tensors_of(values))) or rule_for(func) is not pointwise:
+                self.mixing = self.mixing or f"its backward gives tokens a sum over all of them: {func}"
+        elif not self._is_by_token(func, args, values):
             self.mixing = self.mixing or f"its {'backward' if self.linear else 'forward'} is not pointwise: {func}"
         if any(id(value) in self.linear for value in values):
             if not (self._keeps_linear(func, args) and all(t.is_floating_point() for t in tensors_of(result))):
@@ -168,14 +212,53 @@ class _Derivation(TorchDispatchMode):
             self.zero |= {id(tensor): tensor for tensor in tensors_of(result)}
         return result
 
+    def _is_by_token(self, func: Any, args: Any, values: list[Any]) -> bool:
+        """Return whether an operator treats every token by itself."""
+        if any(isinstance(value, SYMBOLIC) for value in values):
+            return False
+        if not all(self._is_of_tokens(tensor) or self._is_weight(tensor) for tensor in tensors_of(values)):
+            return False
+        if func in CONSTANTS or (not func._schema.is_mutable and rule_for(func) is pointwise):
+            self.has_features |= any(tensor.dim() > 0 and self._is_weight(tensor) for tensor in tensors_of(values))
+            return True
+        self.has_features = True
+        if not (func._schema.is_mutable or is_random(func)) and all(map(self._is_weight, tensors_of(values))):
+            return True
+        along = self._along(func, args)
+        return bool(along) and all(dim >= len(self.tokens) for dim in along)
+
+    def _sums_tokens(self, func: Any, args: Any, result: Any) -> bool:
+        """Return whether an operator sums a gradient of tokens over all of them."""
+        is_sum = func in (aten.sum.default, aten.sum.dim_IntList) and self._is_of_tokens(args[0])
+        if not is_sum or id(args[0]) not in self.linear or id(args[0]) in self.summed:
+            return False
+        return {*range(len(self.tokens))} <= self._along(func, args) and self._is_weight(result)
+
+    def _along(self, func: Any, args: Any) -> set[int]:
+        """Return the dimensions of tokens' values along which an operator works; none if that is not known."""
+        if func not in ALONG | SOFTMAXES | {aten.sum.default} or not self._is_of_tokens(args[0]):
+            return set()
+        position = 2 if func is aten.linalg_vector_norm.default else 1
+        dims = args[position] if len(args) > position else None
+        dims = [dims] if isinstance(dims, int) else dims or range(len(self.shape))
+        return {dim % len(self.shape) for dim in dims}
+
+    def _is_of_tokens(self, tensor: torch.Tensor) -> bool:
+        shape = tuple(map(expression, tensor.shape))
+        is_of_tokens = len(shape) == len(self.shape) and shape[: len(self.tokens)] == self.tokens
+        self.has_features |= is_of_tokens and shape != self.shape
+        return is_of_tokens
+
+    def _is_weight(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor has features alone, behind dimensions of one entry."""
+        shape = tuple(map(expression, tensor.shape))
+        behind = max(len(shape) - self.features, 0)
+        is_small = len(shape) <= len(self.shape) and not any(size.free_symbols for size in shape)
+        return is_small and all(size == 1 for size in shape[:behind])
+
     def _is_nonlinear(self, why: str) -> None:
         reason = f"its backward is not linear in the gradients, which it gets chunk by chunk: {why}"
         self.nonlinear = self.nonlinear or reason
-
-    def _is_other(self, value: Any) -> bool:
-        if isinstance(value, torch.Tensor):
-            return value.dim() > 0 and tuple(map(expression, value.shape)) != self.shape
-        return isinstance(value, SYMBOLIC)
 
     def _is_linear(self, value: Any) -> bool:
         return id(value) in self.linear or id(value) in self.zero

@@ -77,12 +77,14 @@ LEARNED_PROMPT = Advice(
 )
 LINEAR_BACKWARD = Advice(
     "clip or normalise gradients where they are whole: those of parameters after backward (clip_grad_norm_), or"
-    " of what the compiled function returns (output.register_hook); scaling by a factor is linear"
+    " of what the compiled function returns and computes nothing else from (output.register_hook); scaling by a factor"
+    " is linear"
 )
 POINTWISE_FUNCTION = Advice(
     "write its forward with torch's operators: `x + (y - x).detach()` has the value of y and the gradient of x"
-    " (torch.autograd.Function runs as it is after the last attention, on weights alone if its backward is"
-    " linear in the gradients, and elsewhere if both directions are pointwise as well)"
+    " (torch.autograd.Function runs as it is after the last attention, on weights alone if its backward is linear in"
+    " the gradients, and elsewhere if both directions also work entry by entry, or along features with keepdim=True;"
+    " the gradient of a weight is the sum over all tokens)"
 )
 COUNTED = Advice("a chunk does not know the counts of the batch: set scale_grad_by_freq=False")
 SPARSE = Advice("gradients are summed over the tree: set sparse=False")

@@ -108,6 +108,29 @@ def test_equal_sizes_when_the_user_asks_for_symbolic_ones(model):
         check(model, compiled, function, ids, torch.ones_like(ids, dtype=torch.bool))
 
 
+@pytest.mark.parametrize("held_by", ["attribute", "closure", "dictionary"])
+def test_sizes_of_tensors_that_submodules_and_hooks_hold_are_no_constants(held_by):
+    """A mask `[B, S]` of the tokens to steer, which the user sets before each call."""
+    model = TinyLM()
+    block, held = model.blocks[0], {}
+
+    def steer(module, inputs, output):
+        mask = {
+            "attribute": lambda: block.mask,
+            "closure": lambda: held["mask"],
+            "dictionary": lambda: block.held["mask"],
+        }
+        return output + 0.1 * mask[held_by]()[..., None]
+
+    block.held = held
+    block.register_forward_hook(steer)
+    compiled = dta(model)
+    for batch, tokens in ((4, 9), (3, 7), (6, 12)):
+        block.mask = held["mask"] = (torch.arange(tokens) > 3).double().expand(batch, -1).clone()
+        check(model, compiled, model, shared_ids(batch, tokens))
+    assert engines(compiled) == 1
+
+
 @pytest.mark.parametrize("order", [[(1, 7), (4, 7)], [(4, 7), (1, 9), (1, 5)], [(3, 1), (3, 6)], [(1, 1), (2, 5)]])
 @pytest.mark.sample(2)
 def test_one_sequence_or_one_token(model, order):

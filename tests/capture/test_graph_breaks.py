@@ -30,6 +30,19 @@ def check(model, **settings):
     assert dta_compile.last_plan(compiled)
 
 
+class Quantised(TinyLM):
+    """Asks of a weight, as PEFT does, whether it is quantised."""
+
+    def forward(self, ids):
+        weight = self.head.weight
+        scale = 2.0 if type(weight).__module__.startswith("torchao.") else 3.0
+        return F.linear(self.norm(self.hidden(ids)), weight * scale)
+
+
+def test_the_module_of_a_weights_class_is_known():
+    check(Quantised())
+
+
 class Comparing(TinyLM):
     """Attention is causal if `is_causal` says so of its operands."""
 

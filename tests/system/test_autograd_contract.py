@@ -302,6 +302,21 @@ def test_a_parameter_changed_between_forward_and_backward_is_an_error(model, com
         loss.backward()
 
 
+@pytest.mark.parametrize("budget", [0, 2**30])
+def test_a_parameter_given_other_memory_between_forward_and_backward_is_an_error(model, budget):
+    """Eager mode takes gradients of a mixture then: what it saved are views of the old memory, and parameters."""
+    compiled = torch.compile(model, backend="dta", options={**SMALL_CHUNKS, "memory_budget": budget})
+    loss = weighted(compiled(IDS))
+    weight = model.blocks[0].up.weight
+    before = weight.data
+    weight.data = before * 1.5
+    with pytest.raises(RuntimeContractError, match=r"(?s)changed in place before its backward.*`\.data` was set"):
+        loss.backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    weight.data = before
+    both(model, compiled, lambda f: weighted(f(IDS)).backward())
+
+
 def test_a_buffer_changed_between_forward_and_backward_is_a_typed_error(model):
     shift = torch.zeros(1, dtype=torch.float64)
     compiled = torch.compile(lambda ids: model.head(model.hidden(ids) + shift), backend="dta", options=SMALL_CHUNKS)
@@ -500,6 +515,66 @@ def test_several_outputs_of_which_some_are_used(variants, used):
     found = after(model, lambda: step(compiled))
     assert found[1]["unused.weight"] is None and found[1]["unused.bias"] is None
     assert_same(found, expected)
+
+
+@pytest.fixture(scope="module")
+def stateful(model):
+    """The model, compiled and not, returning the states between its layers, logits, and a score of detached states."""
+
+    def states(ids):
+        first = model.embedding(ids)
+        second = model.blocks[0](first, None)
+        logits = model.head(model.norm(second))
+        return first, second, logits, model.norm(second.detach()).mean(-1)
+
+    torch._dynamo.reset()
+    return states, torch.compile(states, backend="dta", options=SMALL_CHUNKS)
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda first, second, logits, score: (first.retain_grad(), weighted(logits)), "retain_grad"),
+        (lambda first, second, logits, score: (second.register_hook(torch.neg), weighted(logits)), "a hook on"),
+        (lambda first, second, logits, score: (first.register_hook(torch.neg), weighted(second)), "a hook on"),
+    ],
+)
+def test_hooks_on_outputs_from_which_others_are_computed_are_refused(model, stateful, ask, words):
+    for outlives in (True, False) if "hook" in words else (True,):
+        outputs = stateful[1](IDS)
+        _, loss = ask(*outputs)
+        if not outlives:
+            del outputs
+        with pytest.raises(RuntimeContractError, match=f"(?s)lacks what comes by way of.*got: {words}") as caught:
+            loss.backward()
+        assert "test_autograd_contract.py" in caught.value.where or "tiny.py" in caught.value.where
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_gradients_for_outputs_from_which_others_are_computed_are_refused(stateful):
+    first, second, logits, _ = stateful[1](IDS)
+    for wanted in (first, second):
+        with pytest.raises(RuntimeContractError, match=r"torch\.autograd\.grad with respect to"):
+            torch.autograd.grad(weighted(logits) + weighted(wanted), wanted, retain_graph=True)
+
+
+def test_gradients_at_outputs_that_lack_nothing_equal_eager(model, stateful):
+    """Of the last value, of one alone, through hooks that are gone, and beside a value of detached ones."""
+
+    def step(forward):
+        first, second, logits, score = forward(IDS)
+        loss = weighted(logits) + weighted(second)
+        found = [torch.autograd.grad(loss, logits, retain_graph=True), torch.autograd.grad(weighted(first), first)]
+        logits.register_hook(lambda grad: grad * 2)
+        first.register_hook(torch.neg).remove()
+        loss.backward(retain_graph=True)
+        second.retain_grad()
+        weighted(score).backward()
+        assert second.grad is None
+        return found
+
+    expected = after(model, lambda: step(stateful[0]))
+    assert_same(after(model, lambda: step(stateful[1])), expected)
 
 
 def test_frozen_parameters_and_adapters(variants):

@@ -161,7 +161,7 @@ def _sources(program: Program, value: FrontierValue) -> tuple[int, ...]:
     if value.is_cache or not value.differentiable:
         return ()
     read = ancestors([value.node], stop=_has_no_gradient)
-    differentiable = ((i, other) for i, other in enumerate(program.frontier) if other.differentiable)
+    differentiable = ((i, x) for i, x in enumerate(program.frontier) if x.differentiable and not x.is_cache)
     return tuple(i for i, other in differentiable if other.node in read and other.node is not value.node)
 
 

@@ -80,5 +80,8 @@ def _with_modules(run: Callable[[Any], None]) -> Callable[[Any], None]:
 
 @functools.cache
 def _takes_tokens(kind: Any) -> bool:
-    parameters = inspect.signature(kind.forward).parameters
+    forward = inspect.getattr_static(kind, "forward", None)
+    if not inspect.isfunction(forward):  # of a scripted module
+        return False
+    parameters = inspect.signature(forward).parameters
     return all(name in parameters and parameters[name].default is inspect.Parameter.empty for name in (IDS, TOKENS))

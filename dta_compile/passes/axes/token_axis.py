@@ -94,7 +94,7 @@ def _find_axes(program: Program) -> None:
             where=_line_of_constant(calls[0], tokens) or where(calls[0]),
             expected="a symbolic size, which serves every batch",
             got=f"{tokens} tokens",
-            hint="let Python not depend on the number: x.chunk(8, 1) instead of a loop over slices of so many tokens,"
+            hint="let Python not depend on the number: all tokens at once instead of slices of so many,"
             " tables for the longest sequence so far instead of the latest; a recurrence over tokens (a loop,"
             " nn.GRUCell) by dta_compile.linear_recurrence or its like; or pass dynamic=True to torch.compile",
         )

@@ -167,6 +167,16 @@ def scatter(node: fx.Node, arguments: Arguments) -> Layout:
     return arguments[source]
 
 
+def index_add(node: fx.Node, arguments: Arguments) -> Layout:
+    """Rule for `index_add` along a feature dimension, by an index that is the same for all tokens."""
+    source, dim, index, added = node.args[:4]
+    require_feature(arguments[source], dim, "adds")
+    if arguments[index].labelled:
+        raise MixesTokens("it adds at indices that differ between tokens")
+    _along_others(source, added, dim, arguments)
+    return arguments[source]
+
+
 def _along_others(source: fx.Node, other: fx.Node, dim: int, arguments: Arguments) -> Layout:
     """Return the layout of `other`; raise `MixesTokens` unless its axes, except at `dim`, and frame are `source`'s."""
     mine, theirs = arguments[source], arguments[other]
@@ -201,11 +211,16 @@ def normalization(node: fx.Node, arguments: Arguments) -> Layout | tuple[Layout,
     return _of_results(node, layout)
 
 
-def bucketize(node: fx.Node, arguments: Arguments) -> Layout:
-    """Rule for `bucketize` with boundaries that are the same for all tokens."""
-    if arguments[node.args[1]].labelled:
-        raise MixesTokens("it sorts into boundaries that are computed per token")
-    return arguments[node.args[0]]
+def sorts_into(boundaries: int, values: int) -> Rule:
+    """Return the rule for an operator that sorts values into boundaries `[n]`, by the positions of these arguments."""
+
+    def rule(node: fx.Node, arguments: Arguments) -> Layout:
+        layout = arguments[node.args[boundaries]]
+        if layout.labelled or len(layout.dims) != 1:
+            raise MixesTokens("it sorts into boundaries that are computed per token")
+        return arguments[node.args[values]]
+
+    return rule
 
 
 def convolution(node: fx.Node, arguments: Arguments) -> Layout:
@@ -288,6 +303,7 @@ _register(index_tensor, aten.index.Tensor)
 _register(index_put, aten.index_put.default)
 _register(index_select, aten.index_select.default)
 _register(gather, aten.gather.default)
+_register(index_add, aten.index_add.default)
 _register(scatter, aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
 _register(along_features("normalises"), aten._softmax.default, aten._log_softmax.default)
 _register(along_features("sums"), aten.sum.dim_IntList, aten.mean.dim, aten.any.dim, aten.all.dim)
@@ -301,6 +317,7 @@ _register(along_features("accumulates", advice=RECURRENCE), aten.cumsum.default,
 _register(along_features("accumulates", advice=RECURRENCE), aten.logcumsumexp.default)
 _register(along_features("accumulates"), aten.cummax.default, aten.cummin.default)
 _register(along_features("reorders"), aten.flip.default, aten.glu.default)
+_register(along_features("transforms"), aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default)
 _register(along_features("sorts"), aten.sort.default, aten.sort.stable)
 _register(along_features("selects the largest"), aten.topk.default)
 _register(along_features("cuts a triangle", -1, -2), aten.tril.default, aten.triu.default)
@@ -311,7 +328,8 @@ if hasattr(aten, "_fused_rms_norm"):
     _register(normalization, aten._fused_rms_norm.default)
 _register(shape_rules.diagonal, aten.diagonal.default)
 _register(shape_rules.with_last, aten.view_as_real.default, aten.unfold.default)
-_register(bucketize, aten.bucketize.Tensor)
+_register(sorts_into(boundaries=1, values=0), aten.bucketize.Tensor)
+_register(sorts_into(boundaries=0, values=1), aten.searchsorted.Tensor)
 _register(convolution, aten.convolution.default)
 _register(pointwise, *ENTRY_BY_ENTRY)
 _register(embedding, EMBEDDING_PART)

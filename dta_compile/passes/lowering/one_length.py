@@ -7,7 +7,8 @@ rewrites the arguments of its calls (T = 12):
 
     an entry of a shape, `x.view(4, 12, 8)`, that has to be the number of tokens   becomes   s
     the end of a slice of an axis of `s` entries, `x[:, :11]`                      becomes   s - 1
-    an axis of T entries that is combined with one of `s`, `x + table`             becomes   its first `s` entries
+    an axis of T entries that is combined with one of `s`, `x + table`, or         becomes   its first `s` entries
+    expanded to it, `table.expand(ids.shape)`
 
 None of these changes a value if `s` is T, so the new graph computes the same as the captured one, whichever arguments
 were chosen. Choosing one that does not count tokens (a feature axis as wide) can only end in a refusal, since the
@@ -161,7 +162,7 @@ class OneLength:
             for entry, size in zip(entries, old, strict=True)
         ]
         rewritten, kwargs = pytree.tree_unflatten(shape, structure)
-        return (args[0], *rewritten), kwargs
+        return (self._cut(args[0], shape), *rewritten), kwargs
 
     def _counts(self, size: Any) -> bool:
         return self.symbol in expression(size).free_symbols
@@ -263,9 +264,10 @@ class OneLength:
             + (", inside of torch.func.vmap, which makes sizes constants" * is_mapped),
             hint="write the mapped axis out: operators take a batch as it is"
             if is_mapped
-            else "let Python not depend on the number of tokens (x.chunk(8, 1) instead of a loop over slices of so "
-            "many tokens; a recurrence by dta_compile.linear_recurrence or its like), or pad to a length that no "
-            "feature size of the model is equal to",
+            else "let Python not depend on the number of tokens (all tokens at once instead of a loop over slices of so "
+            "many; a recurrence by dta_compile.linear_recurrence or its like), pass dynamic=True to torch.compile if a "
+            "tensor of so many tokens comes from outside of the arguments, or pad to a length that no feature size of "
+            "the model is equal to",
         )
 
 

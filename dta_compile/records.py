@@ -103,8 +103,8 @@ class Record:
                 expected=f"at most {MOST_LENGTHS} lengths: {', '.join(map(str, sorted(self.lengths)))}",
                 got=f"{length} tokens",
                 hint="pad batches to a few lengths (multiples of 1,024, say), or let Python not depend on the number: "
-                "all tokens at once instead of slices of so many, tables for the longest sequence so far instead of the "
-                "latest",
+                "all tokens at once instead of slices of so many, tables for the longest sequence so far instead of "
+                "the latest",
             )
         self.lengths.add(length)
         self.log_once(

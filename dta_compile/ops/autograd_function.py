@@ -41,7 +41,8 @@ class AutogradFunctionCall(torch.nn.Module):
         self.present: list[bool] = []
         self.returns_tuple = False
         self.is_pointwise = False  # by token in both directions, with a backward that is linear in the gradients
-        self.features: int | None = None  # last dimensions of its tensors that have to be features, if any have to be
+        # If features count: dimensions in front of them, and which arguments are of tokens.
+        self.over_tokens: tuple[int, list[bool]] | None = None
         self.is_linear = False
         self.reason: str | None = None  # why it is not pointwise
         self.draws = self._is_impure = False  # FX keeps unused calls of modules with `_is_impure`

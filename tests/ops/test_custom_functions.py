@@ -293,6 +293,40 @@ class LearnedStep(torch.autograd.Function):
         return grad, (grad * error).sum((0, 1))
 
 
+class Linear(torch.autograd.Function):
+    """A projection, as functions for other number formats write it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight.outer(weight).tril(), weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        rows, flat = grad.flatten(0, 1), x.reshape(-1, x.shape[-1])
+        return 2 * grad @ weight.outer(weight).tril(), (rows.t() @ flat).tril() @ weight + rows.sum(0)
+
+
+class PerHead(torch.autograd.Function):
+    """A temperature per head, of features viewed as heads, and a softmax of each."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        heads = x.view(*x.shape[:2], 4, 4) if x.dim() == 2 else x.unflatten(-1, (4, 4))
+        probs = (heads * weight.view(4, 4)[:, :1]).softmax(-1)
+        ctx.save_for_backward(x, weight, probs)
+        return probs.flatten(-2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, probs = ctx.saved_tensors
+        grad, heads = grad.view_as(probs), x.view_as(probs)
+        inner = probs * (grad - (grad * probs).sum(-1, keepdim=True))
+        of_scale = (inner * heads).sum((0, 1, 3))[:, None]
+        return (inner * weight.view(4, 4)[:, :1]).flatten(-2), of_scale.expand(4, 4).reshape(16)
+
+
 class OfMean(JumpReLU):
     @staticmethod
     def backward(ctx, grad):
@@ -324,6 +358,29 @@ class AlongTokens(JumpReLU):
         return grad, grad.sum((0, 1))
 
 
+class TokensTimesTokens(JumpReLU):
+    @staticmethod
+    def forward(ctx, x, threshold):
+        rows = x.flatten(0, 1)
+        return x @ (rows.t() @ rows)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad.sum((0, 1))
+
+
+class BySizes(JumpReLU):
+    @staticmethod
+    def forward(ctx, x, threshold):
+        ctx.save_for_backward(x, threshold)
+        return x * threshold
+
+    @staticmethod
+    def backward(ctx, grad):
+        batch, tokens, width = grad.shape
+        return grad, grad.reshape(batch * tokens, width).sum(0)
+
+
 class GivesWeight(JumpReLU):
     @staticmethod
     def forward(ctx, x, threshold):
@@ -340,7 +397,7 @@ class Weighted(Functions):
         self.weight = nn.Parameter(torch.linspace(0.1, 1.0, 16).double())
 
 
-@pytest.mark.parametrize("function", [JumpReLU, RMSNorm, LearnedStep])
+@pytest.mark.parametrize("function", [JumpReLU, RMSNorm, LearnedStep, Linear, PerHead])
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_function_of_tokens_and_a_weight_runs_over_the_tree(function, flat):
     torch._dynamo.reset()
@@ -362,6 +419,8 @@ def test_a_function_of_tokens_and_a_weight_runs_over_the_tree(function, flat):
         (OfRows, "backward is not pointwise: aten.sum"),
         (GivenBack, "gives tokens a sum over all of them"),
         (AlongTokens, "forward is not pointwise: aten.amax"),
+        (TokensTimesTokens, "forward is not pointwise: aten.mm"),
+        (BySizes, "takes the numbers of sequences or tokens"),
         (GivesWeight, "not those of tokens"),
     ],
 )

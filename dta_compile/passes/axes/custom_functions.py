@@ -2,13 +2,16 @@
 
 Chunks give a function the gradients of a shared value as parts or sums of what eager execution gives it, call by call:
 backward has to be linear in them. On values of tokens, both directions have to treat every entry by itself, too, or
-every token: operators along features, weights that all tokens share, and sums of their gradients over all tokens.
+every token: operators along features, products with weights that all tokens share, views that merge the axes of tokens,
+and sums of the weights' gradients over all tokens.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -19,8 +22,9 @@ from dta_compile.attributes import attribute_set
 from dta_compile.executable.layouts import Layout
 from dta_compile.ops.autograd_function import AutogradFunctionCall, custom_function
 from dta_compile.ops.library import is_random
+from dta_compile.passes.axes.layouts import Arguments, MixesTokens, broadcast
 from dta_compile.passes.axes.tokenwise_operators import pointwise, rule_for
-from dta_compile.passes.graphs.operators import SAME_ENTRIES, aten
+from dta_compile.passes.graphs.operators import RESHAPES, SAME_ENTRIES, TRANSPOSITIONS, aten
 from dta_compile.passes.program import Program, name_of, tensors_of
 from dta_compile.passes.symbols import SYMBOLIC, expression
 from dta_compile.passes.tracing import tracing
@@ -29,9 +33,12 @@ from dta_compile.torch_compat.tensors import TorchDispatchMode, pytree
 Shape = tuple[sympy.Expr, ...]
 
 # Linear in the first argument, if no other one depends on the gradient.
-OF_FIRST = SAME_ENTRIES | {aten.neg.default, aten.div.Tensor, aten.sum.default, aten.sum.dim_IntList, aten.mean.dim}
+REARRANGED = SAME_ENTRIES | RESHAPES | TRANSPOSITIONS
+TRIANGLES = {aten.tril.default, aten.triu.default}
+SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.dim}
+OF_FIRST = REARRANGED | TRIANGLES | SUMS | {aten.neg.default, aten.div.Tensor}
 # Linear in either of two arguments, if the other one does not depend on the gradient.
-OF_EITHER = frozenset({aten.mul.Tensor, aten.mm.default, aten.bmm.default})
+OF_EITHER = frozenset({aten.mul.Tensor, aten.mm.default, aten.bmm.default, aten.mv.default})
 # Linear in their tensors together; `where` has a condition in front.
 OF_ALL = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default, aten.where.self})
 WRITES_ZERO = frozenset({aten.masked_fill.Scalar, aten.masked_fill_.Scalar})
@@ -56,18 +63,23 @@ def mark_custom_functions(program: Program) -> None:
         call.reason = derivation.nonlinear or derivation.mixing or ("it draws random numbers" if call.draws else None)
         if call.reason is None:
             call.mark_pointwise()
-            call.features = derivation.features if derivation.has_features else None
+            call.over_tokens = derivation.over_tokens if derivation.has_features else None
             node.args = (node.args[0], [])
 
 
-def has_other_features(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> bool:
-    """Return whether a function along features gets values with a batch or token axis among those dimensions."""
+def over_tokens(node: fx.Node, arguments: Arguments) -> tuple[Layout, ...]:
+    """Token rule of a function whose operators work along features, or with weights."""
     call = custom_function(node)
-    if call is None or call.features is None:
-        return False
-    lead = [layout.dims[: -call.features or None] for layout in layouts.values() if layout.labelled]
-    of_features = [layout.dims[len(layout.dims) - call.features :] for layout in layouts.values()]
-    return len({len(dims) for dims in lead}) != 1 or any(axis is not None for dims in of_features for axis in dims)
+    assert call is not None and call.over_tokens is not None
+    lead, are_of_tokens = call.over_tokens
+    tensors = list(node.args[0])
+    if [arguments[tensor].labelled for tensor in tensors] != are_of_tokens:
+        raise MixesTokens("its weights are along the batch or token axis")
+    joined = broadcast(node, arguments, list(itertools.compress(tensors, are_of_tokens)), at_left=True)
+    if any(axis is not None for axis in joined.dims[lead:]):
+        raise MixesTokens("its features are along the batch or token axis")
+    ranks = [result.dim() for result in node.meta["val"]]
+    return tuple(Layout((*joined.dims[:lead], *[None] * (rank - lead)), joined.frame) for rank in ranks)
 
 
 @torch.no_grad()
@@ -84,7 +96,10 @@ def _derive(call: AutogradFunctionCall, node: fx.Node) -> _Derivation:
         derivation.follow(tensors_of(gradients))
         with derivation:
             results = call.gradients(gradients, saved)
-    derivation.finish(tensors, outputs, results)
+        derivation.finish(tensors, outputs, results)
+        both = (call.forward_graph, call.arguments(tensors, sizes)), (call.backward_graph, [*gradients, *saved])
+        if derivation.has_views and any(_reads_sizes(graph, arguments) for graph, arguments in both):
+            derivation.mixing = derivation.mixing or "it takes the numbers of sequences or tokens as arguments"
     return derivation
 
 
@@ -118,10 +133,19 @@ def _without_views(module: fx.GraphModule, arguments: Iterable[Any]) -> fx.Graph
     return fx.GraphModule(module, graph) if views else module
 
 
-class _Writes(fx.Interpreter):
-    """Interpreter that notes whether any operator writes to its arguments."""
+def _reads_sizes(module: fx.GraphModule, arguments: Iterable[Any]) -> bool:
+    """Return whether anything is computed from a symbolic size, which chunks would have to replace."""
+    graph = copy.deepcopy(module.graph)
+    graph.eliminate_dead_code()
+    interpreter = _Writes(fx.GraphModule(module, graph), garbage_collect_values=False)
+    interpreter.run(*arguments)
+    return interpreter.reads_sizes
 
-    writes = False
+
+class _Writes(fx.Interpreter):
+    """Interpreter that notes whether any operator writes to its arguments, or reads a symbolic size."""
+
+    writes = reads_sizes = False
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node, and compare the versions of its arguments."""
@@ -129,6 +153,11 @@ class _Writes(fx.Interpreter):
         versions = [value._version for value in arguments]
         result = super().run_node(n)
         self.writes |= versions != [value._version for value in arguments]
+        sizes = tuple(result) if isinstance(result, torch.Size) else (result,)
+        # The output hands sizes from forward to backward; an item of a shape may be a constant.
+        passed_on = {"output", operator.getitem} if isinstance(result, torch.Size) else {"output"}
+        is_read = any(user.target not in passed_on for user in n.users)
+        self.reads_sizes |= is_read and any(isinstance(size, SYMBOLIC) for size in sizes)
         return result
 
 
@@ -148,11 +177,13 @@ def _symbolic(shape: Shape) -> int:
 class _Derivation(TorchDispatchMode):
     """Mode that follows the operators of a function over fake tensors.
 
-    Values of tokens have the dimensions of one argument up to the last symbolic size, and then features; values of no
-    token have at most features.
+    Values of tokens begin with the dimensions of one argument up to its last symbolic size, or with one that merges
+    these, and have features behind. Weights have constant sizes.
 
     Attributes:
-        features: number of dimensions that are features; has_features: whether anything depends on that.
+        over_tokens: number of dimensions of an argument in front of features, and which arguments are of tokens.
+        has_features: whether values differ in their features, or there are weights; else only entries count.
+        has_views: whether axes of tokens are merged.
         mixing: why not all operators treat every token by itself with constant numbers; None if it is so.
         nonlinear: why not all that depends on the followed gradients is linear in them; None if it is so.
         summed: gradients summed over all tokens.
@@ -162,13 +193,14 @@ class _Derivation(TorchDispatchMode):
         super().__init__()
         self.shape = shape
         self.tokens = shape[: _symbolic(shape)]
-        self.features = len(shape) - len(self.tokens)
-        self.has_features = False
-        self.summed: dict[int, torch.Tensor] = {}
+        self.over_tokens: tuple[int, list[bool]] = (len(self.tokens), [])
+        self.has_features = self.has_views = False
         self.mixing: str | None = None
         self.nonlinear: str | None = None
         self.linear: dict[int, torch.Tensor] = {}
         self.zero: dict[int, torch.Tensor] = {}
+        self.summed: dict[int, torch.Tensor] = {}
+        self.transposed: dict[int, torch.Tensor] = {}
 
     def follow(self, gradients: list[torch.Tensor]) -> None:
         """Begin with the backward of these gradients."""
@@ -179,15 +211,15 @@ class _Derivation(TorchDispatchMode):
         results = tensors_of(gradients)
         if not all(map(self._is_linear, results)):
             self._is_nonlinear("it gives one that does not depend on those it gets")
-        weights = [tensor for tensor in tensors_of(arguments) if self._is_weight(tensor)]
-        self.has_features |= bool(weights)
-        of_tokens = [tensor for tensor in tensors_of(arguments) if not any(tensor is weight for weight in weights)]
-        of_tokens += [tensor for tensor in results if not (weights and self._is_of_weight(tensor))]
-        if not all(map(self._is_of_tokens, [*of_tokens, *tensors_of(outputs)])):
+        tensors = tensors_of(arguments)
+        self.over_tokens[1].extend(map(self._is_of_tokens, tensors))
+        self.has_features |= not all(self.over_tokens[1])
+        own = [*itertools.compress(tensors, self.over_tokens[1]), *tensors_of(outputs)]
+        others = [tensor for tensor in tensors if not self._is_of_tokens(tensor)]
+        of_others = [tensor for tensor in results if not self._is_of_tokens(tensor)]
+        are_whole = all(self._lead(tensor) == len(self.tokens) for tensor in own) and all(map(self._is_weight, others))
+        if not are_whole or not all(id(t) in self.summed or (others and id(t) in self.zero) for t in of_others):
             self.mixing = self.mixing or "its results are not those of tokens, or a gradient is no sum over all of them"
-
-    def _is_of_weight(self, gradient: torch.Tensor) -> bool:
-        return id(gradient) in self.summed or (id(gradient) in self.zero and self._is_weight(gradient))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -198,7 +230,7 @@ class _Derivation(TorchDispatchMode):
             self.summed |= {id(result): result}
         elif any(id(value) in self.summed for value in values):
             self.summed |= {id(tensor): tensor for tensor in tensors_of(result)}
-            if any(map(self._is_of_tokens, tensors_of(values))) or rule_for(func) is not pointwise:
+            if any(map(self._is_of_tokens, tensors_of(values))):
                 self.mixing = self.mixing or f"its backward gives tokens a sum over all of them: {func}"
         elif not self._is_by_token(func, args, values):
             self.mixing = self.mixing or f"its {'backward' if self.linear else 'forward'} is not pointwise: {func}"
@@ -214,47 +246,84 @@ class _Derivation(TorchDispatchMode):
 
     def _is_by_token(self, func: Any, args: Any, values: list[Any]) -> bool:
         """Return whether an operator treats every token by itself."""
+        tensors = tensors_of(values)
+        if func._schema.is_mutable or not tensors:
+            return False
+        *operands, result = tensors
+        of_tokens = [tensor for tensor in tensors if self._is_of_tokens(tensor)]
+        self.has_features |= any(self._sizes(t) != self.shape for t in of_tokens)
+        self.has_features |= any(tensor.dim() > 0 and not self._is_of_tokens(tensor) for tensor in tensors)
+        if func in RESHAPES and self._is_of_tokens(args[0]):
+            self.has_views = True
+            return self._is_of_tokens(result)
+        if func in TRANSPOSITIONS and self._is_of_rows(args[0]) and self._sizes(result) == self._sizes(args[0])[::-1]:
+            self.transposed |= {id(result): result}
+            return True
         if any(isinstance(value, SYMBOLIC) for value in values):
             return False
-        if not all(self._is_of_tokens(tensor) or self._is_weight(tensor) for tensor in tensors_of(values)):
+        if not all(self._is_of_tokens(tensor) or self._is_weight(tensor) for tensor in tensors):
             return False
-        if func in CONSTANTS or (not func._schema.is_mutable and rule_for(func) is pointwise):
-            self.has_features |= any(tensor.dim() > 0 and self._is_weight(tensor) for tensor in tensors_of(values))
-            return True
-        self.has_features = True
-        if not (func._schema.is_mutable or is_random(func)) and all(map(self._is_weight, tensors_of(values))):
-            return True
+        if func in CONSTANTS or rule_for(func) is pointwise:
+            return self._are_aligned(tensors, of_tokens)
+        if not of_tokens:
+            return not is_random(func)
+        if func in (aten.mm.default, aten.addmm.default):
+            *added, left, right = operands
+            return self._is_of_rows(left) and not any(map(self._is_of_tokens, [*added, right]))
         along = self._along(func, args)
-        return bool(along) and all(dim >= len(self.tokens) for dim in along)
+        return bool(along) and all(dim >= (self._lead(args[0]) or 0) for dim in along)
+
+    def _are_aligned(self, tensors: list[torch.Tensor], of_tokens: list[torch.Tensor]) -> bool:
+        """Return whether entries that are combined are of one token, or one of them of a weight's feature."""
+        if not of_tokens:
+            return True
+        first = of_tokens[0]
+        lead, features = self._lead(first), first.dim() - (self._lead(first) or 0)
+        same = all(self._lead(tensor) == lead and tensor.dim() == first.dim() for tensor in of_tokens)
+        weights = [self._sizes(tensor) for tensor in tensors if not self._is_of_tokens(tensor)]
+        return same and all(all(size == 1 for size in shape[: max(len(shape) - features, 0)]) for shape in weights)
 
     def _sums_tokens(self, func: Any, args: Any, result: Any) -> bool:
         """Return whether an operator sums a gradient of tokens over all of them."""
-        is_sum = func in (aten.sum.default, aten.sum.dim_IntList) and self._is_of_tokens(args[0])
-        if not is_sum or id(args[0]) not in self.linear or id(args[0]) in self.summed:
+        if not any(id(value) in self.linear and id(value) not in self.summed for value in tensors_of(args)):
             return False
-        return {*range(len(self.tokens))} <= self._along(func, args) and self._is_weight(result)
+        if func is aten.mm.default:
+            return id(args[0]) in self.transposed and self._is_of_rows(args[1])
+        if func not in (aten.sum.default, aten.sum.dim_IntList) or not self._is_of_tokens(args[0]):
+            return False
+        return {*range(self._lead(args[0]) or 0)} <= self._along(func, args) and self._is_weight(result)
 
     def _along(self, func: Any, args: Any) -> set[int]:
         """Return the dimensions of tokens' values along which an operator works; none if that is not known."""
         if func not in ALONG | SOFTMAXES | {aten.sum.default} or not self._is_of_tokens(args[0]):
             return set()
-        position = 2 if func is aten.linalg_vector_norm.default else 1
+        position, rank = 2 if func is aten.linalg_vector_norm.default else 1, args[0].dim()
         dims = args[position] if len(args) > position else None
-        dims = [dims] if isinstance(dims, int) else dims or range(len(self.shape))
-        return {dim % len(self.shape) for dim in dims}
+        dims = [dims] if isinstance(dims, int) else dims or range(rank)
+        return {dim % rank for dim in dims}
+
+    def _lead(self, tensor: torch.Tensor) -> int | None:
+        """Return how many dimensions of a value of tokens are in front of features; None for other values."""
+        shape = self._sizes(tensor)
+        if not self.tokens:
+            return 0 if shape == self.shape else None
+        if shape[: len(self.tokens)] == self.tokens:
+            return len(self.tokens)
+        return 1 if shape[:1] == (sympy.Mul(*self.tokens),) else None
 
     def _is_of_tokens(self, tensor: torch.Tensor) -> bool:
-        shape = tuple(map(expression, tensor.shape))
-        is_of_tokens = len(shape) == len(self.shape) and shape[: len(self.tokens)] == self.tokens
-        self.has_features |= is_of_tokens and shape != self.shape
-        return is_of_tokens
+        return self._lead(tensor) is not None
+
+    def _is_of_rows(self, tensor: torch.Tensor) -> bool:
+        """Return whether a value is a matrix with a row per token."""
+        return tensor.dim() == 2 and self._lead(tensor) == 1
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor has features alone, behind dimensions of one entry."""
-        shape = tuple(map(expression, tensor.shape))
-        behind = max(len(shape) - self.features, 0)
-        is_small = len(shape) <= len(self.shape) and not any(size.free_symbols for size in shape)
-        return is_small and all(size == 1 for size in shape[:behind])
+        return not self._is_of_tokens(tensor) and not any(size.free_symbols for size in self._sizes(tensor))
+
+    @staticmethod
+    def _sizes(tensor: torch.Tensor) -> Shape:
+        return tuple(map(expression, tensor.shape))
 
     def _is_nonlinear(self, why: str) -> None:
         reason = f"its backward is not linear in the gradients, which it gets chunk by chunk: {why}"

@@ -20,7 +20,7 @@ from dta_compile.executable.layouts import Axis, Flat, Frame, Input, InputKind, 
 from dta_compile.ops.autograd_function import custom_function
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes import refusals
-from dta_compile.passes.axes.custom_functions import has_other_features, mark_custom_functions
+from dta_compile.passes.axes.custom_functions import mark_custom_functions, over_tokens
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule, batch_and_tokens, mixer_calls
 from dta_compile.passes.axes.position_tables import index_position_tables
 from dta_compile.passes.axes.shape_rules import FLATTENED
@@ -239,12 +239,12 @@ def apply_rule(program: Program, node: fx.Node, values: Mapping[fx.Node, Value],
     if not any(layout.labelled for layout in layouts.values()) and mixer is None:
         return _without_axes(program, node)
     function = custom_function(node)
-    rule = pointwise if function is not None and function.is_pointwise else rule_for(node.target)
+    rule = rule_for(node.target)
+    if function is not None:
+        rule = pointwise if function.over_tokens is None else over_tokens
     if function is not None and not function.is_pointwise:
         advice = refusals.POINTWISE_FUNCTION if function.is_linear else refusals.LINEAR_BACKWARD
         return Mixed(f"{node.target}: {function.reason}", node, advice)
-    if has_other_features(node, layouts):
-        return Mixed(f"{node.target}: its features are along the batch or token axis", node)
     if rule is None:
         return Mixed(f"{node.target} has no token-wise rule", node, refusals.without_rule(node))
     arguments = Arguments(layouts, dense=lambda arg: arg not in program.parameter_dependent)

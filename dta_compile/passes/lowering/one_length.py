@@ -264,10 +264,10 @@ class OneLength:
             + (", inside of torch.func.vmap, which makes sizes constants" * is_mapped),
             hint="write the mapped axis out: operators take a batch as it is"
             if is_mapped
-            else "let Python not depend on the number of tokens (all tokens at once instead of a loop over slices of so "
-            "many; a recurrence by dta_compile.linear_recurrence or its like), pass dynamic=True to torch.compile if a "
-            "tensor of so many tokens comes from outside of the arguments, or pad to a length that no feature size of "
-            "the model is equal to",
+            else "let Python not depend on the number of tokens (all tokens at once instead of a loop over slices of "
+            "so many; a recurrence by dta_compile.linear_recurrence or its like), pass dynamic=True to torch.compile "
+            "if a tensor of so many tokens comes from outside of the arguments, or pad to a length that no feature "
+            "size of the model is equal to",
         )
 
 

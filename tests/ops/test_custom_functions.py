@@ -327,6 +327,20 @@ class PerHead(torch.autograd.Function):
         return (inner * weight.view(4, 4)[:, :1]).flatten(-2), of_scale.expand(4, 4).reshape(16)
 
 
+class Temperature(torch.autograd.Function):
+    """Of queries `[B, H, S, D]`, by a number per head."""
+
+    @staticmethod
+    def forward(ctx, query, scale):
+        ctx.save_for_backward(query, scale)
+        return query * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, scale = ctx.saved_tensors
+        return 2 * grad * scale, (grad * query).sum_to_size(scale.shape)
+
+
 class OfMean(JumpReLU):
     @staticmethod
     def backward(ctx, grad):
@@ -431,6 +445,57 @@ def test_a_function_of_tokens_and_a_weight_that_mixes_tokens_is_refused(function
         model.of_tokens = lambda x: function.apply(x, model.weight)[0] * function.apply(x, model.weight)[1]
     with pytest.raises(RefusalError, match=words):
         torch.compile(model, backend="dta")(shared_ids())
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1, 8), (8,)])
+def test_a_weight_per_head(shape):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, scale = FusedHead().double(), nn.Parameter(torch.linspace(0.5, 2, math.prod(shape)).double().view(shape))
+
+    def function(ids):
+        x = model.tokens(ids)
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in model.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(Temperature.apply(q, scale), k, v, is_causal=True)
+        return model.head(x + y.transpose(1, 2).flatten(2))
+
+    compiled = torch.compile(function, backend="dta", options={"chunk_size": 3})
+    ids, wanted = shared_ids(), [*model.parameters(), scale]
+    found = [torch.autograd.grad(run(ids).sin().sum(), wanted) for run in (function, compiled)]
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(theirs, mine, rtol=1e-9, atol=1e-9)
+    assert dta_compile.last_plan(compiled).stats.compression > 1
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_an_axis_of_tokens_is_no_feature_where_rows_are_of_one_length(dim):
+    class Softmax(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(probs := x.softmax(dim))
+            return probs
+
+        @staticmethod
+        def backward(ctx, grad):
+            (probs,) = ctx.saved_tensors
+            return probs * (grad - (grad * probs).sum(dim, keepdim=True))
+
+    def of_tokens(x):
+        for _ in range(x.shape[1] // 9):  # makes the number of tokens a constant
+            x = Softmax.apply(x)
+        return x
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, ids = Functions(of_tokens), shared_ids()
+    compiled = torch.compile(model, backend="dta", options={"chunk_size": 3})
+    if dim == 1:
+        with pytest.raises(RefusalError, match="autograd_function_0"):
+            compiled(ids)
+        return
+    found = [torch.autograd.grad(run(ids).sin().sum(), list(model.parameters())) for run in (model, compiled)]
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(theirs, mine, rtol=1e-9, atol=1e-9)
 
 
 def test_features_that_are_the_tokens_of_rows_of_one_length_are_no_features():

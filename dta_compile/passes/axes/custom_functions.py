@@ -26,7 +26,7 @@ from dta_compile.passes.axes.layouts import Arguments, MixesTokens, broadcast
 from dta_compile.passes.axes.tokenwise_operators import pointwise, rule_for
 from dta_compile.passes.graphs.operators import RESHAPES, SAME_ENTRIES, TRANSPOSITIONS, aten
 from dta_compile.passes.program import Program, name_of, tensors_of
-from dta_compile.passes.symbols import SYMBOLIC, expression
+from dta_compile.passes.symbols import SYMBOLIC, expression, sizes
 from dta_compile.passes.tracing import tracing
 from dta_compile.torch_compat.tensors import TorchDispatchMode, pytree
 
@@ -76,7 +76,9 @@ def over_tokens(node: fx.Node, arguments: Arguments) -> tuple[Layout, ...]:
     if [arguments[tensor].labelled for tensor in tensors] != are_of_tokens:
         raise MixesTokens("its weights are along the batch or token axis")
     joined = broadcast(node, arguments, list(itertools.compress(tensors, are_of_tokens)), at_left=True)
-    if any(axis is not None for axis in joined.dims[lead:]):
+    shapes = [sizes(tensor) for tensor in itertools.compress(tensors, are_of_tokens)]
+    constant = {i for shape in shapes for i, size in enumerate(shape) if i >= lead or not size.free_symbols}
+    if any(joined.dims[i] is not None for i in constant if i < len(joined.dims)):
         raise MixesTokens("its features are along the batch or token axis")
     ranks = [result.dim() for result in node.meta["val"]]
     return tuple(Layout((*joined.dims[:lead], *[None] * (rank - lead)), joined.frame) for rank in ranks)
@@ -84,20 +86,20 @@ def over_tokens(node: fx.Node, arguments: Arguments) -> tuple[Layout, ...]:
 
 @torch.no_grad()
 def _derive(call: AutogradFunctionCall, node: fx.Node) -> _Derivation:
-    tensors, sizes = pytree.tree_map_only(fx.Node, lambda arg: arg.meta["val"], node.args)
+    tensors, numbers = pytree.tree_map_only(fx.Node, lambda arg: arg.meta["val"], node.args)
     shapes = [tuple(map(expression, tensor.shape)) for tensor in tensors]
     derivation, mode = _Derivation(max(shapes, key=lambda shape: (_symbolic(shape), len(shape)))), tensors[0].fake_mode
     with tracing(mode), attribute_set(mode, "allow_non_fake_inputs", True):
-        call.forward_graph = _without_views(call.forward_graph, call.arguments(tensors, sizes))
+        call.forward_graph = _without_views(call.forward_graph, call.arguments(tensors, numbers))
         with derivation:
-            outputs, saved = call.outputs(tensors, sizes)
+            outputs, saved = call.outputs(tensors, numbers)
         gradients = [output.clone() if isinstance(output, torch.Tensor) else output for output in outputs]
         call.backward_graph = _without_views(call.backward_graph, [*gradients, *saved])
         derivation.follow(tensors_of(gradients))
         with derivation:
             results = call.gradients(gradients, saved)
         derivation.finish(tensors, outputs, results)
-        both = (call.forward_graph, call.arguments(tensors, sizes)), (call.backward_graph, [*gradients, *saved])
+        both = (call.forward_graph, call.arguments(tensors, numbers)), (call.backward_graph, [*gradients, *saved])
         if derivation.has_views and any(_reads_sizes(graph, arguments) for graph, arguments in both):
             derivation.mixing = derivation.mixing or "it takes the numbers of sequences or tokens as arguments"
     return derivation
@@ -153,11 +155,11 @@ class _Writes(fx.Interpreter):
         versions = [value._version for value in arguments]
         result = super().run_node(n)
         self.writes |= versions != [value._version for value in arguments]
-        sizes = tuple(result) if isinstance(result, torch.Size) else (result,)
+        numbers = tuple(result) if isinstance(result, torch.Size) else (result,)
         # The output hands sizes from forward to backward; an item of a shape may be a constant.
         passed_on = {"output", operator.getitem} if isinstance(result, torch.Size) else {"output"}
         is_read = any(user.target not in passed_on for user in n.users)
-        self.reads_sizes |= is_read and any(isinstance(size, SYMBOLIC) for size in sizes)
+        self.reads_sizes |= is_read and any(isinstance(number, SYMBOLIC) for number in numbers)
         return result
 
 
@@ -265,23 +267,24 @@ class _Derivation(TorchDispatchMode):
             return False
         if func in CONSTANTS or rule_for(func) is pointwise:
             return self._are_aligned(tensors, of_tokens)
+        self.has_features = True  # even if it keeps the shape, as a softmax
         if not of_tokens:
             return not is_random(func)
         if func in (aten.mm.default, aten.addmm.default):
             *added, left, right = operands
             return self._is_of_rows(left) and not any(map(self._is_of_tokens, [*added, right]))
         along = self._along(func, args)
-        return bool(along) and all(dim >= (self._lead(args[0]) or 0) for dim in along)
+        return bool(along) and along.isdisjoint(self._axes(args[0]))
 
     def _are_aligned(self, tensors: list[torch.Tensor], of_tokens: list[torch.Tensor]) -> bool:
         """Return whether entries that are combined are of one token, or one of them of a weight's feature."""
         if not of_tokens:
             return True
-        first = of_tokens[0]
-        lead, features = self._lead(first), first.dim() - (self._lead(first) or 0)
-        same = all(self._lead(tensor) == lead and tensor.dim() == first.dim() for tensor in of_tokens)
-        weights = [self._sizes(tensor) for tensor in tensors if not self._is_of_tokens(tensor)]
-        return same and all(all(size == 1 for size in shape[: max(len(shape) - features, 0)]) for shape in weights)
+        rank, lead, axes = of_tokens[0].dim(), self._lead(of_tokens[0]), self._axes(of_tokens[0])
+        same = all(self._lead(tensor) == lead and tensor.dim() == rank for tensor in of_tokens)
+        weights = [tensor.shape for tensor in tensors if not self._is_of_tokens(tensor)]
+        places = {rank - len(shape) + i for shape in weights for i, size in enumerate(shape) if size != 1}
+        return same and axes.isdisjoint(places)
 
     def _sums_tokens(self, func: Any, args: Any, result: Any) -> bool:
         """Return whether an operator sums a gradient of tokens over all of them."""
@@ -291,7 +294,7 @@ class _Derivation(TorchDispatchMode):
             return id(args[0]) in self.transposed and self._is_of_rows(args[1])
         if func not in (aten.sum.default, aten.sum.dim_IntList) or not self._is_of_tokens(args[0]):
             return False
-        return {*range(self._lead(args[0]) or 0)} <= self._along(func, args) and self._is_weight(result)
+        return self._axes(args[0]) <= self._along(func, args) and self._is_weight(result)
 
     def _along(self, func: Any, args: Any) -> set[int]:
         """Return the dimensions of tokens' values along which an operator works; none if that is not known."""
@@ -310,6 +313,10 @@ class _Derivation(TorchDispatchMode):
         if shape[: len(self.tokens)] == self.tokens:
             return len(self.tokens)
         return 1 if shape[:1] == (sympy.Mul(*self.tokens),) else None
+
+    def _axes(self, tensor: torch.Tensor) -> set[int]:
+        """Return the dimensions of a value of tokens that are over sequences or tokens, not heads between these."""
+        return {i for i, size in enumerate(self._sizes(tensor)[: self._lead(tensor)]) if size.free_symbols}
 
     def _is_of_tokens(self, tensor: torch.Tensor) -> bool:
         return self._lead(tensor) is not None

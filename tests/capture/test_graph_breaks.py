@@ -34,9 +34,11 @@ class Quantised(TinyLM):
     """Asks of a weight, as PEFT does, whether it is quantised."""
 
     def forward(self, ids):
-        weight = self.head.weight
-        scale = 2.0 if type(weight).__module__.startswith("torchao.") else 3.0
-        return F.linear(self.norm(self.hidden(ids)), weight * scale)
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x, None)
+            x = x * 0.5 if type(block.up.weight).__module__.startswith("torchao.") else x * 0.9
+        return self.head(self.norm(x))
 
 
 def test_the_module_of_a_weights_class_is_known():

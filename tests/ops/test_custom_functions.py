@@ -481,9 +481,7 @@ def test_an_axis_of_tokens_is_no_feature_where_rows_are_of_one_length(dim):
             return probs * (grad - (grad * probs).sum(dim, keepdim=True))
 
     def of_tokens(x):
-        for _ in range(x.shape[1] // 9):  # makes the number of tokens a constant
-            x = Softmax.apply(x)
-        return x
+        return Softmax.apply(x * {9: 1.5}[x.shape[1]])  # a constant number of tokens
 
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -467,8 +467,8 @@ def test_a_weight_per_head(shape):
     assert dta_compile.last_plan(compiled).stats.compression > 1
 
 
-@pytest.mark.parametrize("dim", [1, 2])
-def test_an_axis_of_tokens_is_no_feature_where_rows_are_of_one_length(dim):
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_an_axis_of_constant_size_is_no_feature(dim):
     class Softmax(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -481,13 +481,13 @@ def test_an_axis_of_tokens_is_no_feature_where_rows_are_of_one_length(dim):
             return probs * (grad - (grad * probs).sum(dim, keepdim=True))
 
     def of_tokens(x):
-        return Softmax.apply(x * {9: 1.5}[x.shape[1]])  # a constant number of tokens
+        return Softmax.apply(x * {4: 1.5}[x.shape[0]] if dim == 0 else x * {9: 1.5}[x.shape[1]])
 
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, ids = Functions(of_tokens), shared_ids()
     compiled = torch.compile(model, backend="dta", options={"chunk_size": 3})
-    if dim == 1:
+    if dim < 2:
         with pytest.raises(RefusalError, match="autograd_function_0"):
             compiled(ids)
         return

@@ -478,7 +478,7 @@ def test_an_axis_of_constant_size_is_no_feature(dim):
         @staticmethod
         def backward(ctx, grad):
             (probs,) = ctx.saved_tensors
-            return probs * (grad - (grad * probs).sum(dim, keepdim=True))
+            return probs * grad
 
     def of_tokens(x):
         return Softmax.apply(x * {4: 1.5}[x.shape[0]] if dim == 0 else x * {9: 1.5}[x.shape[1]])

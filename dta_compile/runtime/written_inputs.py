@@ -60,7 +60,7 @@ def _require_memory_of_their_own(executable: Executable, args: Sequence[Any]) ->
 
 def _require_real_tokens(run: Run, values: Sequence[torch.Tensor]) -> None:
     """Raise `RuntimeContractError` unless `values` provably do not depend on padding, which is not computed."""
-    executable, layout = run.call.executable, run.call.layout
+    executable, layout = run.call.executable, run.call.alone.layout
     read = {i for item in executable.written for i in item.frontier}
     padding = {i: mask for i in read if (mask := layout.padding(i)) is not None}
     if not padding:

@@ -211,16 +211,11 @@ def normalization(node: fx.Node, arguments: Arguments) -> Layout | tuple[Layout,
     return _of_results(node, layout)
 
 
-def sorts_into(boundaries: int, values: int) -> Rule:
-    """Return the rule for an operator that sorts values into boundaries `[n]`, by the positions of these arguments."""
-
-    def rule(node: fx.Node, arguments: Arguments) -> Layout:
-        layout = arguments[node.args[boundaries]]
-        if layout.labelled or len(layout.dims) != 1:
-            raise MixesTokens("it sorts into boundaries that are computed per token")
-        return arguments[node.args[values]]
-
-    return rule
+def bucketize(node: fx.Node, arguments: Arguments) -> Layout:
+    """Rule for `bucketize` with boundaries that are the same for all tokens."""
+    if arguments[node.args[1]].labelled:
+        raise MixesTokens("it sorts into boundaries that are computed per token")
+    return arguments[node.args[0]]
 
 
 def convolution(node: fx.Node, arguments: Arguments) -> Layout:
@@ -328,8 +323,7 @@ if hasattr(aten, "_fused_rms_norm"):
     _register(normalization, aten._fused_rms_norm.default)
 _register(shape_rules.diagonal, aten.diagonal.default)
 _register(shape_rules.with_last, aten.view_as_real.default, aten.unfold.default)
-_register(sorts_into(boundaries=1, values=0), aten.bucketize.Tensor)
-_register(sorts_into(boundaries=0, values=1), aten.searchsorted.Tensor)
+_register(bucketize, aten.bucketize.Tensor)
 _register(convolution, aten.convolution.default)
 _register(pointwise, *ENTRY_BY_ENTRY)
 _register(embedding, EMBEDDING_PART)

@@ -11,7 +11,6 @@ import torch
 from dta_compile.errors import VerificationError
 from dta_compile.executable.executable import Executable
 from dta_compile.runtime.calls.planned_call import Run
-from dta_compile.runtime.returned_cache import OnDemand
 
 # Largest accepted difference relative to the largest entry; rounding differs because sums run in another order.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
@@ -34,10 +33,14 @@ class Probe:
         self.dtype = precision(run.call.executable, run.call.device)
         self.tolerance = TOLERANCES.get(self.dtype, 5e-2)
         self.rounding = min(ROUNDING * torch.finfo(self.dtype).eps, self.tolerance)
-        self.generator = torch.Generator(run.call.device).manual_seed(1)
-        self.padding = [run.call.layout.padding(i) for i in range(len(run.frontier))]
+        self.padding = [run.call.alone.layout.padding(i) for i in range(len(run.frontier))]
         self.has_padding = any(mask is not None for mask in self.padding)
         self.masks: dict[int, torch.Tensor] = {}
+
+    @functools.cached_property
+    def generator(self) -> torch.Generator:
+        """Generator of the perturbations."""
+        return torch.Generator(self.run.call.device).manual_seed(1)
 
     @functools.cached_property
     def rounded(self) -> tuple[Any, ...]:
@@ -56,8 +59,10 @@ class Probe:
 
     def _outputs(self, perturbed: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]) -> tuple[Any, ...]:
         with torch.no_grad():
-            pairs = zip(self.run.frontier, self.padding, strict=True)
-            return self.run.outputs_of([v if isinstance(v, OnDemand) else perturbed(v, mask) for v, mask in pairs])
+            triples = zip(
+                self.run.frontier, self.padding, self.run.call.wanted, strict=True
+            )  # others are computed later
+            return self.run.outputs_of([perturbed(v, mask) if wanted else v for v, mask, wanted in triples])
 
     def _random(self, value: torch.Tensor) -> torch.Tensor:
         return torch.randn(value.shape, generator=self.generator, device=value.device, dtype=torch.float32)

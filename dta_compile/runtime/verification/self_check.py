@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -30,7 +31,6 @@ from dta_compile.executable.executable import Executable
 from dta_compile.ops.feature_tables import part_of_batch
 from dta_compile.runtime.calls.planned_call import PlannedCall, Run
 from dta_compile.runtime.measure.budget import default_budget
-from dta_compile.runtime.returned_cache import OnDemand
 from dta_compile.runtime.verification.probe import (
     NOISE,
     Probe,
@@ -114,7 +114,7 @@ def padding_is_checked(run: Run) -> bool:
     Raises:
         VerificationError: naming the output.
     """
-    size = sum(value.nbytes for value in run.frontier if not isinstance(value, OnDemand))
+    size = sum(itertools.compress((value.nbytes for value in run.frontier), run.call.wanted))
     if _not_comparable(run.call) or COPIES * size > default_budget(run.call.device):
         return False
     probe = Probe(run)

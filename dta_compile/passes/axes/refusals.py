@@ -49,7 +49,8 @@ ROWS = Advice(
     " it, or outside of the compiled function"
 )
 STREAMS = Advice(
-    "streams one after the other along the token axis (ProphetNet's n-grams) belong on an axis of their own"
+    "compute all tokens at once, since chunks of the tree bound the memory (x.chunk(8, 1) is for the head and the loss);"
+    " streams one after the other along the token axis (ProphetNet's n-grams) belong on an axis of their own"
 )
 LARGEST = Advice(
     "a largest entry over all tokens, such as the scale of a tensor in float8 or int8 training, changes with"

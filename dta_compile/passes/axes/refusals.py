@@ -49,7 +49,7 @@ ROWS = Advice(
     " it, or outside of the compiled function"
 )
 STREAMS = Advice(
-    "compute all tokens at once, since chunks of the tree bound the memory (x.chunk(8, 1) is for the head and the loss);"
+    "compute all tokens at once, as chunks of the tree bound the memory (x.chunk(8, 1) is for the head and the loss);"
     " streams one after the other along the token axis (ProphetNet's n-grams) belong on an axis of their own"
 )
 LARGEST = Advice(

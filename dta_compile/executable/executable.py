@@ -92,7 +92,8 @@ class FrontierValue:
 
     `memory_order` lists its dimensions from the widest stride to the narrowest, as in the trace of the epilogue.
     Tokens outside all `uses` need no row: the dense value is zero there and its gradient is ignored. `sources` are the
-    numbers of earlier frontier values from which it is computed, so that its gradient is a part of theirs.
+    numbers of earlier frontier values from which it is computed, so that its gradient is a part of theirs. If no entry
+    of it is returned, it is `inner`: padding reads as a real token, since a logarithm of zeros would not be finite.
     """
 
     name: str
@@ -105,6 +106,7 @@ class FrontierValue:
     is_cache: bool
     uses: tuple[Use, ...]
     sources: tuple[int, ...]
+    inner: bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -148,7 +148,19 @@ def _frontier_value(program: Program, value: FrontierValue, slots: Mapping[fx.No
 
     facts = {field.name: getattr(value, field.name) for field in dataclasses.fields(executable.FrontierValue)}
     uses, sources = tuple(map(at_slots, value.uses)), _sources(program, value)
-    return executable.FrontierValue(**{**facts, "shape": sizes(value.node), "uses": uses, "sources": sources})
+    changed = {"shape": sizes(value.node), "uses": uses, "sources": sources, "inner": _is_inner(program, value)}
+    return executable.FrontierValue(**{**facts, **changed})
+
+
+def _is_inner(program: Program, value: FrontierValue) -> bool:
+    """Return whether the epilogue computes all that it returns of a value, instead of handing entries over."""
+    pending, outputs = [value.node], {node for node in program.outputs if isinstance(node, fx.Node)}
+    while pending:
+        node = pending.pop()
+        if node in outputs:
+            return False
+        pending += [user for user in node.users if user.target in SAME_ENTRIES]
+    return program.rest is None and not value.is_cache
 
 
 def _has_no_gradient(node: fx.Node) -> bool:

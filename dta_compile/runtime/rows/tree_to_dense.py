@@ -70,10 +70,12 @@ class BatchLayout:
         return [mask if mask is not None and mask.any() else None for mask in masks]
 
     def expand(self, index: int, buffer: RowBuffer) -> torch.Tensor:
-        """Gather a frontier value into its dense layout; next to zero at padding and where it is unused."""
+        """Gather a frontier value into its dense layout.
+
+        At padding and where it is unused, it is next to zero, or an inner value that of a real token.
+        """
         value = self.frontier[index]
-        dense = buffer.gather(self._map(index))
-        return self._from_entries(value, dense, self.batch)
+        return self._from_entries(value, _gathered(value, buffer, self._map(index)), self.batch)
 
     def padding(self, index: int) -> torch.Tensor | None:
         """Return a bool mask of the dense frontier value at padding that outputs depend on; None: there is none."""
@@ -86,7 +88,7 @@ class BatchLayout:
     def expand_row(self, index: int, buffer: RowBuffer, row: int) -> torch.Tensor:
         """Like `expand`, for one row: the batch axis has size one."""
         value = self.frontier[index]
-        entries = buffer.gather(self._row_of(self._map(index), row))
+        entries = _gathered(value, buffer, self._row_of(self._map(index), row))
         return self._from_entries(value, entries, batch=1)
 
     def add_row_gradient(self, index: int, buffer: RowBuffer, grad: torch.Tensor, row: int) -> torch.Tensor | None:
@@ -143,6 +145,13 @@ def _entries(values: np.ndarray[Any, Any], window: tuple[int, int]) -> np.ndarra
     """Flatten `[B, S]` (or `[1, S]`) over a window of tokens to `[entries]` of a frontier value."""
     start, length = window
     return np.ascontiguousarray(values[:, start : start + length]).reshape(-1)
+
+
+def _gathered(value: FrontierValue, buffer: RowBuffer, index: torch.Tensor) -> torch.Tensor:
+    """Gather rows of a frontier value by index."""
+    if value.inner and index.numel():
+        buffer.padding.copy_(buffer.gather(index.amin()[None])[0])  # that of padding is the largest
+    return buffer.gather(index)
 
 
 def _have_gradients(gradients: torch.Tensor, entries: Booleans) -> torch.Tensor | None:

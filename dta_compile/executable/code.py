@@ -111,7 +111,9 @@ class Code:
             names[bound] = BINDINGS.get(target, target)
             return f"{bound}("
 
-        source = _CALL.sub(name, _VIEW.sub(r"\1.view(\2)", self.text))  # separate sizes are parsed faster than a list
+        # Separate sizes are parsed faster than a list. Elementwise operators may choose other strides than in the
+        # trace, so that `reshape` has to copy; what is written in place has no other alias that is read later.
+        source = _CALL.sub(name, _VIEW.sub(r"\1.reshape(\2)", self.text))
         file = f"<dta graph {next(_numbers)}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
         exec(compile(source, file, "exec"), names)  # like FX itself

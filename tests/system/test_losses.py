@@ -15,6 +15,7 @@ from tests.support.tiny import (
     VOCABULARY,
     WIDTH,
     BareLM,
+    TinyLM,
     after,
     assert_same,
     log_probs,
@@ -381,3 +382,37 @@ def test_a_plan_notes_what_looks_like_forgotten_padding(model):
     )
     compiled(IDS)
     assert dta_compile.last_plan(compiled).estimates.notes == []
+
+
+@pytest.mark.parametrize("masked", ["product", "where", "selection"])
+def test_logarithms_of_inner_values_are_finite_at_padding(masked):
+    """A router's entropy and balance read its probabilities, which are valid at padding in eager mode, too."""
+    torch._dynamo.reset()
+    model, router = TinyLM(), nn.Linear(WIDTH, 8, bias=False).double()
+
+    def function(ids, mask):
+        hidden = model.hidden(ids, mask)
+        probs = router(hidden).softmax(-1)
+        terms, number = (probs * probs.log()).sum(-1), mask.sum()
+        shares = (probs * mask[..., None]).sum((0, 1)) / number
+        if masked == "product":
+            entropy = (terms * mask).sum()
+        else:
+            entropy = torch.where(mask, terms, 0.0).sum() if masked == "where" else terms[mask].sum()
+        return model.head(hidden), entropy / number, (shares * shares).sum()
+
+    def step(run):
+        logits, entropy, balance = run(ids, mask)
+        loss = (logits.log_softmax(-1)[..., 0] * mask).sum() + entropy + balance
+        return entropy, torch.autograd.grad(loss, [*model.parameters(), router.weight], allow_unused=True)
+
+    ids = shared_ids(5, 12)
+    mask = torch.arange(12) < torch.tensor([[12], [8], [12], [7], [10]])
+    compiled = torch.compile(function, backend="dta", options=SMALL_CHUNKS)
+    (entropy, grads), (expected, wanted) = step(compiled), step(function)
+    torch.testing.assert_close(entropy, expected, rtol=1e-9, atol=1e-12)
+    for mine, theirs in zip(grads, wanted, strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or torch.allclose(mine, theirs, rtol=1e-9, atol=1e-10)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(ids, mask)[1], expected.detach(), rtol=1e-9, atol=1e-12)

@@ -50,4 +50,7 @@ def _recurrence(node: fx.Node, dim: int) -> fx.Node:
         ones = call(graph, aten.full_like.default, rows, 1.0)
         return call(graph, torch.ops.dta.cumulative_sum.default, rows, ones, None)
 
-    return of_rows(value, dim, added)
+    result = of_rows(value, dim, added)
+    if dim == 1:
+        return result
+    return call(graph, aten.clone.default, result, memory_format=torch.contiguous_format)  # as `cumsum` returns it

@@ -187,12 +187,21 @@ def attended_linearly(x, g):
     return (q[:, :, None] @ states).squeeze(2) / weights
 
 
+def attended_linearly_by_heads(x, g):
+    q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in (x, x * g, x * 0.5))
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    states = (k[..., None] * v[..., None, :]).cumsum(2)
+    y = torch.einsum("bhtd,bhtde->bhte", q, states) / torch.einsum("bhtd,bhtd->bht", q, k.cumsum(2))[..., None]
+    return y.transpose(1, 2).flatten(2)
+
+
 @pytest.mark.parametrize(
     "shift",
     [
         averaged,
         summed_by_heads,
         attended_linearly,
+        attended_linearly_by_heads,
         convolved,
         convolved_with_dilation,
         convolved_by_channel,

@@ -45,7 +45,7 @@ from dta_compile.runtime.owned_frontier import frontier_of_ranks
 from dta_compile.runtime.returned_cache import ReturnedCache
 from dta_compile.runtime.transparent import dense_frontier, no_autocast
 from dta_compile.runtime.upstream_values import noticing_gradients
-from dta_compile.runtime.verification.self_check import padding_is_checked, self_check, verified
+from dta_compile.runtime.verification.self_check import check_padding, self_check, verified
 from dta_compile.runtime.written_inputs import write
 from dta_compile.torch_compat.tensors import FakeTensor
 
@@ -178,7 +178,7 @@ class Engine:
         frontier = noticing_gradients(frontier, self.executable)
         run = Run(call, frontier, self.outputs_of(call, frontier), functools.partial(self.outputs_of, call))
         if self.options.verify != "off" and self.rest is None and not self.padding_is_checked:
-            self.padding_is_checked = padding_is_checked(run)  # the rows of the self-check may have none
+            self.padding_is_checked = check_padding(run)  # the rows of the self-check may have none
         return run
 
     def planned(

@@ -32,7 +32,8 @@ def noticing_gradients(frontier: Sequence[torch.Tensor], executable: Executable)
                 watched[source] = Watched(values[source].name, _where(executable, values[source].name))
                 noticing[source] = watched[source].watch(noticing[source])
         upstream = [watched[source] for source in sources]
-        noticing[i] = DownstreamValue.apply(noticing[i], value.name, upstream, *(noticing[i] for i in sources))
+        tensors = (noticing[source] for source in sources)
+        noticing[i] = DownstreamValue.apply(noticing[i], value.name, upstream, *tensors)
     return noticing
 
 

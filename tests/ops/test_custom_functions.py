@@ -182,6 +182,13 @@ def shared_ids() -> torch.Tensor:
     return ids
 
 
+def assert_gradients(eager, compiled, ids, parameters) -> None:
+    wanted = list(parameters)
+    found = [torch.autograd.grad(run(ids).sin().sum(), wanted) for run in (eager, compiled)]
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(theirs, mine, rtol=1e-9, atol=1e-9)
+
+
 class Scaled(torch.autograd.Function):
     """The gradient alone is scaled; all views are of the whole value."""
 
@@ -214,9 +221,7 @@ def test_a_pointwise_function_of_tokens_runs_over_the_tree(of_tokens):
     torch.manual_seed(0)
     model, ids = Functions(of_tokens), shared_ids()
     compiled = torch.compile(model, backend="dta", options={"chunk_size": 3})
-    found = [torch.autograd.grad(run(ids).sin().sum(), list(model.parameters())) for run in (model, compiled)]
-    for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(theirs, mine, rtol=1e-9, atol=1e-9)
+    assert_gradients(model, compiled, ids, model.parameters())
     assert dta_compile.last_plan(compiled).stats.compression > 1
 
 
@@ -420,9 +425,7 @@ def test_a_function_of_tokens_and_a_weight_runs_over_the_tree(function, flat):
     if flat:  # with a batch axis of one entry
         model.of_tokens = lambda x: function.apply(x.flatten(0, 1)[None], model.weight)[0].view_as(x)
     compiled = torch.compile(model, backend="dta", options={"chunk_size": 3})
-    found = [torch.autograd.grad(run(ids).sin().sum(), list(model.parameters())) for run in (model, compiled)]
-    for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(theirs, mine, rtol=1e-9, atol=1e-9)
+    assert_gradients(model, compiled, ids, model.parameters())
     assert dta_compile.last_plan(compiled).stats.compression > 1
 
 
@@ -460,10 +463,7 @@ def test_a_weight_per_head(shape):
         return model.head(x + y.transpose(1, 2).flatten(2))
 
     compiled = torch.compile(function, backend="dta", options={"chunk_size": 3})
-    ids, wanted = shared_ids(), [*model.parameters(), scale]
-    found = [torch.autograd.grad(run(ids).sin().sum(), wanted) for run in (function, compiled)]
-    for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(theirs, mine, rtol=1e-9, atol=1e-9)
+    assert_gradients(function, compiled, shared_ids(), [*model.parameters(), scale])
     assert dta_compile.last_plan(compiled).stats.compression > 1
 
 
@@ -491,25 +491,4 @@ def test_an_axis_of_constant_size_is_no_feature(dim):
         with pytest.raises(RefusalError, match="autograd_function_0"):
             compiled(ids)
         return
-    found = [torch.autograd.grad(run(ids).sin().sum(), list(model.parameters())) for run in (model, compiled)]
-    for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(theirs, mine, rtol=1e-9, atol=1e-9)
-
-
-def test_features_that_are_the_tokens_of_rows_of_one_length_are_no_features():
-    class ByColumn(JumpReLU):
-        @staticmethod
-        def backward(ctx, grad):
-            return grad, grad.sum(0)
-
-    torch._dynamo.reset()
-    model, ids = Functions(lambda x: x), shared_ids()
-    weight = nn.Parameter(torch.rand(9, 16).double())
-    model.of_tokens = lambda x: ByColumn.apply(x, weight)
-    compiled = torch.compile(model, backend="dta")
-    try:
-        found = [torch.autograd.grad(run(ids).sin().sum(), [weight]) for run in (model, compiled)]
-    except RefusalError as refusal:
-        assert "autograd_function" in str(refusal) or "token size" in str(refusal)
-    else:
-        torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+    assert_gradients(model, compiled, ids, model.parameters())

@@ -33,10 +33,10 @@ from dta_compile.torch_compat.tensors import TorchDispatchMode, pytree
 Shape = tuple[sympy.Expr, ...]
 
 # Linear in the first argument, if no other one depends on the gradient.
-REARRANGED = SAME_ENTRIES | RESHAPES | TRANSPOSITIONS
-TRIANGLES = {aten.tril.default, aten.triu.default}
-SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.dim}
-OF_FIRST = REARRANGED | TRIANGLES | SUMS | {aten.neg.default, aten.div.Tensor}
+OF_FIRST = SAME_ENTRIES | {
+    *(aten.neg.default, aten.div.Tensor, aten.tril.default, aten.triu.default),
+    *(aten.sum.default, aten.sum.dim_IntList, aten.mean.dim),
+}
 # Linear in either of two arguments, if the other one does not depend on the gradient.
 OF_EITHER = frozenset({aten.mul.Tensor, aten.mm.default, aten.bmm.default, aten.mv.default})
 # Linear in their tensors together; `where` has a condition in front.
@@ -195,7 +195,7 @@ class _Derivation(TorchDispatchMode):
         super().__init__()
         self.shape = shape
         self.tokens = shape[: _symbolic(shape)]
-        self.over_tokens: tuple[int, list[bool]] = (len(self.tokens), [])
+        self.over_tokens: tuple[int, list[bool]] | None = None
         self.has_features = self.has_views = False
         self.mixing: str | None = None
         self.nonlinear: str | None = None
@@ -214,9 +214,10 @@ class _Derivation(TorchDispatchMode):
         if not all(map(self._is_linear, results)):
             self._is_nonlinear("it gives one that does not depend on those it gets")
         tensors = tensors_of(arguments)
-        self.over_tokens[1].extend(map(self._is_of_tokens, tensors))
-        self.has_features |= not all(self.over_tokens[1])
-        own = [*itertools.compress(tensors, self.over_tokens[1]), *tensors_of(outputs)]
+        are_of_tokens = [*map(self._is_of_tokens, tensors)]
+        self.over_tokens = len(self.tokens), are_of_tokens
+        self.has_features |= not all(are_of_tokens)
+        own = [*itertools.compress(tensors, are_of_tokens), *tensors_of(outputs)]
         others = [tensor for tensor in tensors if not self._is_of_tokens(tensor)]
         of_others = [tensor for tensor in results if not self._is_of_tokens(tensor)]
         are_whole = all(self._lead(tensor) == len(self.tokens) for tensor in own) and all(map(self._is_weight, others))

@@ -108,8 +108,8 @@ def self_check(
         return f"skipped: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:150]}"
 
 
-def padding_is_checked(run: Run) -> bool:
-    """Check whether padding changes outputs of a whole call; return False if it has none, or cannot be checked.
+def check_padding(run: Run) -> bool:
+    """Check that padding changes no output of a whole call; return False if it has none, or cannot be checked.
 
     Raises:
         VerificationError: naming the output.

@@ -205,7 +205,6 @@ def _for_one_length(
     graph: Captured, module: fx.GraphModule, options: Options, why: RefusalError, length: int
 ) -> Executable:
     """Compile a graph that Dynamo's guards restrict to one number of tokens; raise `why` if that is impossible."""
-    records.current().note_length(length, why.where)
     env = shape_env_of(module)
     assert env is not None  # sizes were symbolic until the graph specialised one
     try:
@@ -214,6 +213,7 @@ def _for_one_length(
             program = run_passes(program, skip=options.skip_passes)
             if not expression(size).free_symbols:  # a pass specialised the size
                 raise why
+            records.current().note_length(length, why.where)
             return seal(program)
     except AmbiguousAxes as ambiguous:
         raise ambiguous.refusal or why from None
@@ -227,7 +227,7 @@ def _plain(module: fx.GraphModule, note: str | None, level: int = logging.INFO) 
 
 
 def _refused(refusal: RefusalError, module: fx.GraphModule, options: Options) -> Compiled:
-    error = records.with_graph_break(refusal)
+    error = records.with_graph_break(refusal, module)
     if options.fallback == "dense":
         logger.warning("dta: running densely, as fallback='dense' says: %s", error)
         return _called(as_captured(module))

@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from torch import fx
+
 from dta_compile.capture import dynamo
 from dta_compile.classify import Captured
 from dta_compile.errors import OptionError, RefusalError
@@ -212,9 +214,10 @@ def _of_wrapper(wrapper: Any | None) -> Record:
     return getattr(wrapper, _ATTRIBUTE)  # type: ignore[no-any-return]
 
 
-def with_graph_break(error: RefusalError) -> RefusalError:
+def with_graph_break(error: RefusalError, module: fx.GraphModule) -> RefusalError:
     """Return an error that names the graph break as the cause if one cut the model in two; else the error itself."""
-    is_part = "requires a gradient" in error.got
+    data = filter(dynamo.is_data, module.graph.find_nodes(op="placeholder"))
+    is_part = "requires a gradient" in error.got or any(node.meta["example_value"].requires_grad for node in data)
     if not dynamo.resumes_after_a_break() and "___stack" not in error.got and not (is_part and dynamo.given_up()):
         return error
     line = dynamo.given_up() if is_part and dynamo.given_up() else _last_break[-1] if _last_break else None

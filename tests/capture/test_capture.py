@@ -109,6 +109,7 @@ def test_equal_sizes_when_the_user_asks_for_symbolic_ones(model):
 
 
 @pytest.mark.parametrize("held_by", ["attribute", "closure", "dictionary"])
+@pytest.mark.sample(1)
 def test_sizes_of_tensors_that_submodules_and_hooks_hold_are_no_constants(held_by):
     """A mask `[B, S]` of the tokens to steer, which the user sets before each call."""
     model = TinyLM()

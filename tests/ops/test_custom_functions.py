@@ -124,6 +124,7 @@ class Quantised(nn.Module):
 
 
 @pytest.mark.parametrize("options", [{"memory_budget": 0}, {"codegen": "inductor"}, {"strategy": "dfs"}], ids=str)
+@pytest.mark.sample(2)
 def test_a_function_of_weights_runs_in_every_chunk(options):
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -385,6 +385,7 @@ def test_a_plan_notes_what_looks_like_forgotten_padding(model):
 
 
 @pytest.mark.parametrize("masked", ["product", "where", "selection"])
+@pytest.mark.sample(1)
 def test_logarithms_of_inner_values_are_finite_at_padding(masked):
     """A router's entropy and balance read its probabilities, which are valid at padding in eager mode, too."""
     torch._dynamo.reset()

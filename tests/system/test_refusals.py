@@ -309,6 +309,26 @@ def test_a_graph_break_inside_the_model_names_its_line():
     assert "test_refusals.py" in error.where
 
 
+def test_a_graph_break_in_a_loop_is_named_where_attention_is_a_function_of_its_own():
+    embedding = nn.Embedding(VOCABULARY, 16)
+
+    def attend(heads):
+        return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+    def forward(ids):
+        x = embedding(ids)
+        for _ in range(2):
+            heads = attend(x.unflatten(-1, (2, 8)).transpose(1, 2))
+            x = x + heads.transpose(1, 2).flatten(2)
+            x = x * 2 if x.sum().item() > 1e9 else x
+        return x
+
+    torch._dynamo.reset()
+    with pytest.raises(RefusalError, match="graph break inside the model") as caught:
+        torch.compile(forward, backend="dta")(torch.randint(0, VOCABULARY, (5, 12)))
+    assert ".item()" in caught.value.where
+
+
 class Broken(nn.Module):
     """A module at which torch breaks the graph, before attention."""
 

@@ -46,7 +46,7 @@ SCORES = Advice(
 )
 ROWS = Advice(
     "rows see each other before the last attention, where what they share is computed once: combine rows behind"
-    " it, or outside of the compiled function"
+    " it, or outside of the compiled function; weights for each row (adapters) by torch.bmm(x, weights[index])"
 )
 STREAMS = Advice(
     "compute all tokens at once, as chunks of the tree bound the memory (x.chunk(8, 1) is for the head and the loss);"

@@ -355,7 +355,8 @@ def _mutation_refusal(mutated: Input, placeholder: fx.Node) -> FinalRefusal:
         expected="a forward pass that leaves its parameters, and what gradients flow to, as they are",
         got=f"an in-place update of {mutated.name}",
         hint="move the update out of the compiled function (batch-norm statistics: call .eval() on that module; a cache"
-        " of keys and values: pass none while training), or write to a buffer under torch.no_grad()",
+        " of keys and values: pass none while training; nn.Embedding: leave max_norm off), or write to a buffer under"
+        " torch.no_grad()",
     )
 
 

@@ -328,8 +328,22 @@ def _read(call: Call, wanted: Sequence[bool]) -> _Read:
     by_column = bool(wide) and not is_even
     tokens = BatchTokens.read(masks.valid, masks.starts, trunk_keys, by_column, masks.joined)
     tree = PrefixTree.build(tokens.keys, units=tokens.units)
+    if (ids := next((code for item, code in zip(keys, trunk_keys, strict=True) if _are_ids(item)), None)) is not None:
+        tree.forks = _at_forks(ids.reshape(-1)[tokens.places], tree, tokens.begins)
     rows = BatchRows.of(tokens, tree, head_keys, reads)
     return _Read(masks, tokens, rows, used, head_keys, _split(keys, trunk_keys, by_column, tokens, tree))
+
+
+def _are_ids(item: ChunkInput) -> bool:
+    return item.indexes and item.is_input
+
+
+def _at_forks(ids: Integers, tree: PrefixTree, begins: Integers) -> Integers:
+    """Return the ids `[N, 2]` of neighbours where they fork, as `PrefixTree.forks`, whose codes join all keys."""
+    forks = np.zeros((len(tree.order), 2), np.int64)
+    neighbours = begins[np.stack([tree.order[:-1], tree.order[1:]], 1)]
+    forks[1:] = ids[np.minimum(neighbours + tree.common[1:, None], len(ids) - 1)]
+    return forks
 
 
 def _notes(call: Call, tokens: BatchTokens, plan: Plan) -> list[str]:
@@ -337,7 +351,7 @@ def _notes(call: Call, tokens: BatchTokens, plan: Plan) -> list[str]:
     notes = []
     if is_hidden() or call.context.has_checkpoints:
         notes.append("gradient checkpointing has no effect here: memory_budget decides what is computed again")
-    ids = next((item for item in call.executable.trunk_inputs if item.indexes and item.is_input), None)
+    ids = next(filter(_are_ids, call.executable.trunk_inputs), None)
     everything_is_real = tokens.segments is None and len(tokens.places) == call.batch * call.tokens
     if ids is not None and everything_is_real and ids.layout.is_over_sequences:
         numbers = call.dense[ids.slot].reshape(call.batch, -1)
@@ -354,6 +368,9 @@ def _note_restarts() -> None:
     )
 
 
+COUNTS_COLUMNS = ", with an entry per column: positions have to count from each row's first token"
+
+
 def _split(
     keys: Sequence[ChunkInput], codes: Sequence[Integers], by_column: bool, tokens: BatchTokens, tree: PrefixTree
 ) -> SplitPrefixes | None:
@@ -361,7 +378,7 @@ def _split(
 
     None if there are no such keys, or if sequences must also agree on columns or blocks, where the cause is unknown.
     """
-    names = [item.source for item in keys]
+    names = [f"{item.source}{'' if item.layout.is_over_sequences else COUNTS_COLUMNS}" for item in keys]
     suspects = [name for name, item in zip(names, keys, strict=True) if None in item.layout.dims]
     if not suspects or by_column or tokens.units is not None:
         return None

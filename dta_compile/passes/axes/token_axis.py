@@ -96,8 +96,8 @@ def _find_axes(program: Program) -> None:
             got=f"{tokens} tokens",
             hint="let Python not depend on the number: all tokens at once instead of slices of so many,"
             " tables for the longest sequence so far instead of the latest; a recurrence over tokens (a loop,"
-            " nn.GRUCell) by dta_compile.linear_recurrence or its like; if a tensor of so many tokens comes from outside"
-            " of the arguments, pass dynamic=True to torch.compile",
+            " nn.GRUCell) by dta_compile.linear_recurrence or its like; if a tensor of so many tokens comes from"
+            " outside of the arguments, pass dynamic=True to torch.compile",
         )
         raise AmbiguousAxes(refusal, int(tokens))  # it may have shared its symbol with a weight that is as wide
     if any(batch.free_symbols & batch_and_tokens(call)[1].free_symbols for call in calls):

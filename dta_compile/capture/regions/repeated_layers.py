@@ -180,17 +180,20 @@ def _code(template: str) -> types.CodeType:
 def _compiled_once(get_value: Callable[..., Any]) -> Callable[..., Any]:
     """Look up the value of a source by code that is compiled once for all sources with the same expression."""
 
-    def get_value_by_code(self: Any, names: dict[str, Any], local: dict[str, Any], known: dict[Any, Any]) -> Any:
+    def get_value_by_code(
+        self: Any, names: dict[str, Any], local: dict[str, Any], known: dict[Any, Any], **on_error: Any
+    ) -> Any:
         if self in known:
             return known[self]
         if VALUE in local:
-            return get_value(self, names, local, known)
-        value = self.base.get_value(names, local, known)
-        local[VALUE] = value
+            return get_value(self, names, local, known, **on_error)
+        local[VALUE] = self.base.get_value(names, local, known, **on_error)
         try:
             known[self] = eval(_code(self._name_template), names, local)
+        except Exception:
+            return get_value(self, names, local, known, **on_error)  # reports the error as this version of torch does
         finally:
-            del local[VALUE]
+            local.pop(VALUE, None)
         return known[self]
 
     return get_value_by_code

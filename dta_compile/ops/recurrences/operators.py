@@ -240,14 +240,6 @@ def _of_attention(operands: Tensors, numbers: tuple[float, ...], runs: Runs, gra
     return query, key, value, decay, beta, numbers[0], blocks
 
 
-def _of_scan(operands: Tensors, numbers: tuple[float, ...], runs: Runs, grads: Tensors) -> tuple[Any, ...]:
-    return *operands, _blocks(runs, 16)
-
-
-def _of_recurrence(operands: Tensors, numbers: tuple[float, ...], runs: Runs, grads: Tensors) -> tuple[Any, ...]:
-    return *operands, _blocks(runs, 64)
-
-
 def _of_convolution(operands: Tensors, numbers: tuple[float, ...], runs: Runs, grads: Tensors) -> tuple[Any, ...]:
     width = operands[1].shape[1]
     return *operands, runs.derive((Ancestors, width), lambda: Ancestors(runs.segments, width, runs.kept))
@@ -265,19 +257,14 @@ def _matrix_scratch(operands: Sequence[torch.Tensor]) -> tuple[float, float]:
     return forward * share, backward * share
 
 
-def _scan_scratch(operands: Sequence[torch.Tensor]) -> tuple[float, float]:
-    channels = operands[0].shape[-1] * _itemsize(operands[0])
-    return 13.0 * channels, 19.0 * channels
+def _values_by_channel(forward: float, backward: float) -> Callable[[Sequence[torch.Tensor]], tuple[float, float]]:
+    """Return the `scratch` of recurrences that allocate so many values per channel of the first operand."""
 
+    def scratch(operands: Sequence[torch.Tensor]) -> tuple[float, float]:
+        channels = operands[0].shape[-1] * _itemsize(operands[0])
+        return forward * channels, backward * channels
 
-def _convolution_scratch(operands: Sequence[torch.Tensor]) -> tuple[float, float]:
-    channels = operands[0].shape[-1] * _itemsize(operands[0])
-    return 2.0 * channels, 4.0 * channels
-
-
-def _recurrence_scratch(operands: Sequence[torch.Tensor]) -> tuple[float, float]:
-    channels = operands[0].shape[-1] * _itemsize(operands[0])
-    return 3.0 * channels, 6.0 * channels
+    return scratch
 
 
 def _itemsize(value: torch.Tensor) -> int:
@@ -293,7 +280,7 @@ SHORT_CONVOLUTION = Recurrence(
     arguments=_of_convolution,
     dims=_CHANNELS,
     silent=(0,),
-    scratch=_convolution_scratch,
+    scratch=_values_by_channel(2.0, 4.0),
 )
 TOKEN_SHIFT = dataclasses.replace(SHORT_CONVOLUTION, name="token_shift", kernel=token_shift, may_restart=False)
 GATED_DELTA_RULE = Recurrence(
@@ -321,10 +308,10 @@ SELECTIVE_SCAN = Recurrence(
     like=0,
     state=_scan_state,
     kernel=selective_scan,
-    arguments=_of_scan,
+    arguments=lambda operands, numbers, runs, grads: (*operands, _blocks(runs, 16)),
     dims=_CHANNELS,
     silent=(0, 3),
-    scratch=_scan_scratch,
+    scratch=_values_by_channel(13.0, 19.0),
 )
 LINEAR_RECURRENCE = Recurrence(
     name="linear_recurrence",
@@ -332,10 +319,10 @@ LINEAR_RECURRENCE = Recurrence(
     like=0,
     state=_recurrence_state,
     kernel=linear_recurrence,
-    arguments=_of_recurrence,
+    arguments=lambda operands, numbers, runs, grads: (*operands, _blocks(runs, 64)),
     dims=_CHANNELS,
     silent=(0,),
-    scratch=_recurrence_scratch,
+    scratch=_values_by_channel(3.0, 6.0),
 )
 CUMULATIVE_SUM = dataclasses.replace(LINEAR_RECURRENCE, name="cumulative_sum", may_restart=False)
 

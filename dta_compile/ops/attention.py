@@ -28,7 +28,7 @@ from dta_compile.ops.chosen_keys import MASKING
 from dta_compile.ops.compressed_keys import to_compressed, with_compressed
 from dta_compile.ops.dense_attention import attend, attend_backward
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.ops.library import LIBRARY
+from dta_compile.ops.library import LIBRARY, define
 from dta_compile.ops.mixer import BATCH, TOKENS, Mixer, Operand, register_mixer
 from dta_compile.ops.scoring import SCORING, Scoring
 
@@ -68,12 +68,6 @@ class Masking(NamedTuple):
     def arguments(self) -> tuple[Any, ...]:
         """Return it as arguments of an operator."""
         return (*self[:4], *self.scoring)
-
-
-LIBRARY.define(
-    f"dense_attention_backward(Tensor grad, {OPERANDS}, Tensor? sinks, {MASKING}) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-DENSE_ATTENTION_BACKWARD = torch.ops.dta.dense_attention_backward.default
 
 
 SINKS, TOKEN_SINKS = Operand("sinks", "sinks", has_tokens=False), Operand("sinks", "sinks by token")
@@ -156,14 +150,10 @@ def _attend(mixer: Mixer, arguments: tuple[Any, ...]) -> tuple[tuple[torch.Tenso
     return states, sinks, masking._replace(mask=mask, is_causal=False, segments=None, window=0)
 
 
-LIBRARY.impl("dense_attention_backward", attend_backward, "CompositeExplicitAutograd")
-
-
 def _call_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> torch.Tensor:
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
-@torch.library.register_fake("dta::dense_attention_backward", lib=LIBRARY)
 def _dense_backward_fake(
     grad: torch.Tensor,
     query: torch.Tensor,
@@ -174,6 +164,13 @@ def _dense_backward_fake(
 ) -> tuple[torch.Tensor, ...]:
     of_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return (*(tensor.new_empty(tensor.shape) for tensor in (query, key, value)), of_sinks)
+
+
+DENSE_ATTENTION_BACKWARD = define(
+    f"dense_attention_backward(Tensor grad, {OPERANDS}, Tensor? sinks, {MASKING}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _dense_backward_fake,
+    attend_backward,
+)
 
 
 # Over a chunk

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,23 +57,16 @@ def used_as_a_whole(user: object, where: str) -> RefusalError:
 
 def tensors_of(returned: Any) -> list[torch.Tensor]:
     """Return the tensors of a return value in order, from tuples, lists, mappings (as ModelOutput) and dataclasses."""
-    return list(_tensors_of(returned))
-
-
-def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if isinstance(value, Mapping):
-        parts: Any = value.values()
-    elif isinstance(value, (tuple, list)):
-        parts = value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = (getattr(value, field.name) for field in dataclasses.fields(value))
-    else:
-        return
-    for part in parts:
-        yield from _tensors_of(part)
+    if isinstance(returned, torch.Tensor):
+        return [returned]
+    parts: Iterable[Any] = ()
+    if isinstance(returned, Mapping):
+        parts = returned.values()
+    elif isinstance(returned, (tuple, list)):
+        parts = returned
+    elif dataclasses.is_dataclass(returned) and not isinstance(returned, type):
+        parts = (getattr(returned, field.name) for field in dataclasses.fields(returned))
+    return [tensor for part in parts for tensor in tensors_of(part)]
 
 
 class StandIns:

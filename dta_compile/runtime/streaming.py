@@ -293,7 +293,7 @@ class _Rows:
     def _leaf(self, index: int, row: int) -> torch.Tensor:
         value, buffer = self.call.executable.frontier[index], self.buffers.outputs[index]
         assert buffer is not None, "a streaming step computes all frontier values"
-        dense = self.call.layout.expand_row(index, buffer, row)
+        dense = self.call.layout.expand(index, buffer, row)
         return dense.requires_grad_(self.buffers.gradients[index] is not None or value.is_cache)
 
     def _add(self, index: int, grad: torch.Tensor, row: int) -> None:

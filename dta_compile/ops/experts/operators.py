@@ -21,18 +21,9 @@ import torch
 from dta_compile.errors import OptionError
 from dta_compile.ops.dtypes import autocast, statistics_dtype
 from dta_compile.ops.experts import products as grouped_products
-from dta_compile.ops.library import LIBRARY
+from dta_compile.ops.library import define
 
-LIBRARY.define("expert_linear(Tensor rows, Tensor expert, Tensor weight, bool transposed) -> Tensor")
-LIBRARY.define("expert_sum(Tensor rows, Tensor expert, Tensor scale, Tensor weight, bool transposed) -> Tensor")
-LIBRARY.define("expert_products(Tensor left, Tensor right, Tensor expert, SymInt experts) -> Tensor")
-LIBRARY.define("expert_products_(Tensor(a!) total, Tensor left, Tensor right, Tensor expert) -> ()")
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-EXPERT_LINEAR = torch.ops.dta.expert_linear.default
-EXPERT_SUM = torch.ops.dta.expert_sum.default
-EXPERT_PRODUCTS = torch.ops.dta.expert_products.default
-EXPERT_PRODUCTS_ = torch.ops.dta.expert_products_.default
-OPERATORS = (EXPERT_LINEAR, EXPERT_SUM, EXPERT_PRODUCTS, EXPERT_PRODUCTS_)
 
 
 def expert_linear(
@@ -131,27 +122,11 @@ def _same(one: Sequence[int], other: Sequence[int]) -> bool:
     return len(one) == len(other) and all(a == b for a, b in zip(one, other, strict=True))
 
 
-@torch.library.register_fake("dta::expert_linear", lib=LIBRARY)
-def _linear_fake(rows: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
-    return rows.new_empty((*expert.shape, weight.shape[2 if transposed else 1]))
-
-
-@torch.library.register_fake("dta::expert_sum", lib=LIBRARY)
 def _sum_fake(
     rows: torch.Tensor, expert: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, transposed: bool
 ) -> torch.Tensor:
     dtype = torch.promote_types(rows.dtype, scale.dtype)
     return rows.new_empty((*expert.shape[:-1], weight.shape[2 if transposed else 1]), dtype=dtype)
-
-
-@torch.library.register_fake("dta::expert_products", lib=LIBRARY)
-def _products_fake(left: torch.Tensor, right: torch.Tensor, expert: torch.Tensor, experts: int) -> torch.Tensor:
-    return left.new_empty((experts, left.shape[-1], right.shape[-1]))
-
-
-@torch.library.register_fake("dta::expert_products_", lib=LIBRARY)
-def _add_products_fake(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, expert: torch.Tensor) -> None:
-    return None
 
 
 def _products(left: torch.Tensor, right: torch.Tensor, expert: torch.Tensor, experts: int) -> torch.Tensor:
@@ -209,14 +184,30 @@ def _products_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return *(of if side.dim() > expert.dim() else of.sum(-2) for of, side in sides), None, None
 
 
-def _save_products(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-
-
-torch.library.register_autograd("dta::expert_products", _products_backward, setup_context=_save_products, lib=LIBRARY)
-torch.library.register_autograd("dta::expert_linear", _linear_backward, setup_context=_save_linear, lib=LIBRARY)
-torch.library.register_autograd("dta::expert_sum", _sum_backward, setup_context=_save_linear, lib=LIBRARY)
-LIBRARY.impl("expert_linear", grouped_products.linear, "CompositeExplicitAutograd")
-LIBRARY.impl("expert_sum", grouped_products.weighted_sum, "CompositeExplicitAutograd")
-LIBRARY.impl("expert_products", _products, "CompositeExplicitAutograd")
-LIBRARY.impl("expert_products_", grouped_products.add, "CompositeExplicitAutograd")
+EXPERT_LINEAR = define(
+    "expert_linear(Tensor rows, Tensor expert, Tensor weight, bool transposed) -> Tensor",
+    lambda rows, expert, weight, transposed: rows.new_empty((*expert.shape, weight.shape[2 if transposed else 1])),
+    grouped_products.linear,
+    _save_linear,
+    _linear_backward,
+)
+EXPERT_SUM = define(
+    "expert_sum(Tensor rows, Tensor expert, Tensor scale, Tensor weight, bool transposed) -> Tensor",
+    _sum_fake,
+    grouped_products.weighted_sum,
+    _save_linear,
+    _sum_backward,
+)
+EXPERT_PRODUCTS = define(
+    "expert_products(Tensor left, Tensor right, Tensor expert, SymInt experts) -> Tensor",
+    lambda left, right, _, experts: left.new_empty((experts, left.shape[-1], right.shape[-1])),
+    _products,
+    lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:3]),
+    _products_backward,
+)
+EXPERT_PRODUCTS_ = define(
+    "expert_products_(Tensor(a!) total, Tensor left, Tensor right, Tensor expert) -> ()",
+    lambda *_: None,
+    grouped_products.add,
+)
+OPERATORS = (EXPERT_LINEAR, EXPERT_SUM, EXPERT_PRODUCTS, EXPERT_PRODUCTS_)

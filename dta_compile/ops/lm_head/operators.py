@@ -26,12 +26,13 @@ head at a time, which is given first.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from dta_compile.ops.library import LIBRARY
+from dta_compile.ops.library import define
 
 BLOCK_COLUMNS = 2**14  # most vocabulary entries of a block
 BLOCK_LOGITS = 2**25  # most logits of a block
@@ -42,36 +43,9 @@ GRADIENTS = (
     "Tensor log_sum, Tensor? mean, Tensor largest, Tensor? of_labels, Tensor of_log_sum, Tensor? of_mean,"
     " Tensor? of_total"
 )
-LIBRARY.define(
-    f"linear_log_prob({HEAD}, bool[3] further, ScalarType dtype)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(f"linear_log_prob_backward({HEAD}, {GRADIENTS}, bool[3] wanted) -> (Tensor, Tensor, Tensor)")
-LIBRARY.define(
-    f"linear_log_prob_backward_({HEAD}, {GRADIENTS}, bool wants_hidden,"
-    " Tensor(a!)? weight_gradient, Tensor(b!)? bias_gradient) -> Tensor"
-)
-LIBRARY.define(f"linear_top({HEAD}, int count, ScalarType dtype) -> Tensor")
 HEADS = f"{HEAD}, {', '.join(f'{argument}_2' for argument in HEAD.split(', '))}"
 CROSS_GRADIENTS = "Tensor mean, Tensor log_sum, Tensor largest, Tensor log_sum_2, Tensor largest_2, Tensor of_mean"
-LIBRARY.define(f"linear_cross({HEADS}, bool is_ratio, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
-LIBRARY.define(
-    f"linear_cross_backward({HEADS}, {CROSS_GRADIENTS}, bool is_ratio, bool is_weight, bool[3] wanted)"
-    " -> (Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    f"linear_cross_backward_({HEADS}, {CROSS_GRADIENTS}, bool is_ratio, bool is_weight, bool wants_hidden,"
-    " Tensor(a!)? weight_gradient, Tensor(b!)? bias_gradient) -> Tensor"
-)
-LINEAR_CROSS = torch.ops.dta.linear_cross.default
-LINEAR_CROSS_BACKWARD = torch.ops.dta.linear_cross_backward.default
-LINEAR_CROSS_BACKWARD_ = torch.ops.dta.linear_cross_backward_.default
-LINEAR_LOG_PROB = torch.ops.dta.linear_log_prob.default
-LINEAR_LOG_PROB_BACKWARD = torch.ops.dta.linear_log_prob_backward.default
-LINEAR_LOG_PROB_BACKWARD_ = torch.ops.dta.linear_log_prob_backward_.default
-LINEAR_TOP = torch.ops.dta.linear_top.default
-WITHOUT_KERNELS = (LINEAR_TOP, LINEAR_CROSS, LINEAR_CROSS_BACKWARD, LINEAR_CROSS_BACKWARD_)
-OPERATORS = (LINEAR_LOG_PROB, LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_, *WITHOUT_KERNELS)
+IN_PLACE_GRADIENTS = "bool wants_hidden, Tensor(a!)? weight_gradient, Tensor(b!)? bias_gradient"
 
 
 class Head(NamedTuple):
@@ -184,20 +158,12 @@ class CrossBackward(NamedTuple):
         return (*self.head, *self.other, *self[2:-1])
 
 
-# By backward operator: its variant with accumulators, and the arguments of both.
-IN_PLACE: dict[Any, tuple[Any, type[Backward] | type[CrossBackward]]] = {
-    LINEAR_LOG_PROB_BACKWARD: (LINEAR_LOG_PROB_BACKWARD_, Backward),
-    LINEAR_CROSS_BACKWARD: (LINEAR_CROSS_BACKWARD_, CrossBackward),
-}
-
-
 def block_columns(rows: int, vocabulary: int) -> int:
     """Return the number of vocabulary entries per block."""
     columns = min(BLOCK_COLUMNS, BLOCK_LOGITS // max(rows, 1))
     return min(vocabulary, max(columns // FEWEST_COLUMNS, 1) * FEWEST_COLUMNS)
 
 
-@torch.library.register_fake("dta::linear_log_prob", lib=LIBRARY)
 def _fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
     head, further, dtype = Forward.of(arguments)
     rows, chosen = head.hidden.shape[0], 0 if head.labels is None else head.labels.shape[1]
@@ -207,28 +173,21 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
     return (*results, head.hidden.new_empty(best, dtype=torch.int64))
 
 
-def _register_backward_fakes(name: str, cls: type[Backward] | type[CrossBackward]) -> None:
-    @torch.library.register_fake(f"dta::{name}", lib=LIBRARY)
-    def _backward_fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
-        call = cls.of(arguments)
-        hidden, weight, bias, *_ = call.head
-        values = (hidden, weight, hidden if bias is None else bias)
-        return tuple(
-            value.new_empty(value.shape if want else (0,)) for value, want in zip(values, call.wanted, strict=True)
-        )
-
-    @torch.library.register_fake(f"dta::{name}_", lib=LIBRARY)
-    def _backward_in_place_fake(*arguments: Any) -> torch.Tensor:
-        call = cls.of(arguments)
-        hidden: torch.Tensor = call.head.hidden
-        return hidden.new_empty(hidden.shape if call.wanted.hidden else (0,))
+def _backward_fake(cls: type[Backward] | type[CrossBackward], *arguments: Any) -> tuple[torch.Tensor, ...]:
+    call = cls.of(arguments)
+    hidden, weight, bias, *_ = call.head
+    values = (hidden, weight, hidden if bias is None else bias)
+    return tuple(
+        value.new_empty(value.shape if want else (0,)) for value, want in zip(values, call.wanted, strict=True)
+    )
 
 
-_register_backward_fakes("linear_log_prob_backward", Backward)
-_register_backward_fakes("linear_cross_backward", CrossBackward)
+def _backward_in_place_fake(cls: type[Backward] | type[CrossBackward], *arguments: Any) -> torch.Tensor:
+    call = cls.of(arguments)
+    hidden: torch.Tensor = call.head.hidden
+    return hidden.new_empty(hidden.shape if call.wanted.hidden else (0,))
 
 
-@torch.library.register_fake("dta::linear_cross", lib=LIBRARY)
 def _cross_fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
     hidden = Head(*arguments[:6]).hidden
     return tuple(hidden.new_empty((hidden.shape[0],), dtype=arguments[13]) for _ in range(5))
@@ -255,10 +214,6 @@ def _cross_backward(ctx: Any, of_mean: torch.Tensor, *_: Any) -> Any:
     return (*of_heads, None, None)
 
 
-torch.library.register_autograd("dta::linear_cross", _cross_backward, setup_context=_save_cross, lib=LIBRARY)
-
-
-@torch.library.register_fake("dta::linear_top", lib=LIBRARY)
 def _top_fake(*arguments: Any) -> torch.Tensor:
     *head, count, _ = arguments
     hidden: torch.Tensor = Head(*head).hidden
@@ -290,4 +245,44 @@ def _backward(ctx: Any, log_prob: Any, logit: Any, log_sum: Any, mean: Any, _: A
     return (*(grad if want else None for grad, want in zip(grads, wanted, strict=True)), *[None] * 5)
 
 
-torch.library.register_autograd("dta::linear_log_prob", _backward, setup_context=_save, lib=LIBRARY)
+# Their implementations are in `blocks`.
+LINEAR_LOG_PROB = define(
+    f"linear_log_prob({HEAD}, bool[3] further, ScalarType dtype)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake,
+    save=_save,
+    backward=_backward,
+)
+LINEAR_LOG_PROB_BACKWARD = define(
+    f"linear_log_prob_backward({HEAD}, {GRADIENTS}, bool[3] wanted) -> (Tensor, Tensor, Tensor)",
+    functools.partial(_backward_fake, Backward),
+)
+LINEAR_LOG_PROB_BACKWARD_ = define(
+    f"linear_log_prob_backward_({HEAD}, {GRADIENTS}, {IN_PLACE_GRADIENTS}) -> Tensor",
+    functools.partial(_backward_in_place_fake, Backward),
+)
+LINEAR_TOP = define(f"linear_top({HEAD}, int count, ScalarType dtype) -> Tensor", _top_fake)
+LINEAR_CROSS = define(
+    f"linear_cross({HEADS}, bool is_ratio, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _cross_fake,
+    save=_save_cross,
+    backward=_cross_backward,
+)
+LINEAR_CROSS_BACKWARD = define(
+    f"linear_cross_backward({HEADS}, {CROSS_GRADIENTS}, bool is_ratio, bool is_weight, bool[3] wanted)"
+    " -> (Tensor, Tensor, Tensor)",
+    functools.partial(_backward_fake, CrossBackward),
+)
+LINEAR_CROSS_BACKWARD_ = define(
+    f"linear_cross_backward_({HEADS}, {CROSS_GRADIENTS}, bool is_ratio, bool is_weight, {IN_PLACE_GRADIENTS})"
+    " -> Tensor",
+    functools.partial(_backward_in_place_fake, CrossBackward),
+)
+WITHOUT_KERNELS = (LINEAR_TOP, LINEAR_CROSS, LINEAR_CROSS_BACKWARD, LINEAR_CROSS_BACKWARD_)
+OPERATORS = (LINEAR_LOG_PROB, LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_, *WITHOUT_KERNELS)
+
+# By backward operator: its variant with accumulators, and the arguments of both.
+IN_PLACE: dict[Any, tuple[Any, type[Backward] | type[CrossBackward]]] = {
+    LINEAR_LOG_PROB_BACKWARD: (LINEAR_LOG_PROB_BACKWARD_, Backward),
+    LINEAR_CROSS_BACKWARD: (LINEAR_CROSS_BACKWARD_, CrossBackward),
+}

@@ -99,7 +99,7 @@ class Blocks:
         columns = np.array([(s.first, s.last, s.depth, s.parent) for s in segments], np.int64).reshape(-1, 4)
         first, last, depth, parent = columns.T
         above = np.where(parent >= 0, depth - depth[parent], 0)  # tokens of the parent
-        levels = _levels(parent, (above - 1) // size + 1, len(segments))
+        levels = levels_of(parent, (above - 1) // size + 1)
         befores = np.where(parent >= 0, first[parent] + above - 1, -1)  # the token before each segment; -1: none
         kept_tokens = np.asarray(kept, np.int64) - 1
         counts = -(-(last - first) // size)
@@ -292,13 +292,11 @@ def choose_size(segments: Sequence[Segment]) -> int:
     return min(SIZES, key=cost)
 
 
-def _levels(parent: Numbers, deeper: Numbers, count: int) -> Numbers:
-    """Return the levels of the segments' first blocks: `deeper` below those of their parents' first blocks."""
-    levels = [0] * count
-    above, more = parent.tolist(), deeper.tolist()
-    for number, ancestor in enumerate(above):
-        if ancestor >= 0:
-            levels[number] = levels[ancestor] + more[number]
+def levels_of(parent: Numbers, deeper: Numbers) -> Numbers:
+    """Return levels that are `deeper` by number than those of parents, which come first; 0 without one (-1)."""
+    levels: list[int] = []
+    for above, more in zip(parent.tolist(), deeper.tolist(), strict=True):
+        levels.append(levels[above] + more if above >= 0 else 0)
     return np.array(levels, np.int64)
 
 

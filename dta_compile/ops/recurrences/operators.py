@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.ops.library import LIBRARY
+from dta_compile.ops.library import define
 from dta_compile.ops.mixer import BATCH, TOKENS, Mixer, Operand, register_mixer
 from dta_compile.ops.products import are_bounded
 from dta_compile.ops.recurrences import (
@@ -123,11 +123,8 @@ def _define(recurrence: Recurrence) -> None:
     name, count = recurrence.name, len(recurrence.operands)
     operands = ", ".join(f"Tensor {operand.name}" for operand in recurrence.operands)
     numbers = "".join(f", float {number}" for number in recurrence.numbers)
-    gradients = ", ".join(["Tensor"] * count)
-    LIBRARY.define(f"{name}({operands}, Tensor? segments{numbers}) -> Tensor")
-    LIBRARY.define(f"{name}_backward(Tensor grad, {operands}, Tensor? segments{numbers}) -> ({gradients})")
-    LIBRARY.define(f"{name}_chunk(int layer, {operands}{numbers}) -> Tensor")
-    LIBRARY.define(f"{name}_chunk_backward(int layer, Tensor grad, {operands}{numbers}) -> ({gradients})")
+    over_batch, over_chunk = f"{operands}, Tensor? segments{numbers}", f"{operands}{numbers}"
+    gradients = f"({', '.join(['Tensor'] * count)})"
 
     def runs(values: Sequence[torch.Tensor], segments: torch.Tensor | None) -> Runs:
         batch, tokens = values[recurrence.like].shape[:2]
@@ -160,23 +157,12 @@ def _define(recurrence: Recurrence) -> None:
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         return tuple(value.new_empty(value.shape) for value in tensors[1 : count + 1])
 
-    LIBRARY.impl(name, call, "CompositeExplicitAutograd")
-    LIBRARY.impl(f"{name}_backward", call_backward, "CompositeExplicitAutograd")
-    for suffix, fake in (
-        ("", like_value),
-        ("_chunk", like_value),
-        ("_backward", like_operands),
-        ("_chunk_backward", like_operands),
-    ):
-        torch.library.register_fake(f"dta::{name}{suffix}", fake, lib=LIBRARY)
-    operators = torch.ops.dta
-
     def save_call(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         ctx.save_for_backward(*inputs[: count + 1])
         ctx.numbers = inputs[count + 1 :]
 
     def derive_call(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        grads = getattr(operators, f"{name}_backward")(grad, *ctx.saved_tensors, *ctx.numbers)
+        grads = of_call(grad, *ctx.saved_tensors, *ctx.numbers)
         return (*grads, None, *[None] * len(ctx.numbers))
 
     def save_chunk(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -184,16 +170,22 @@ def _define(recurrence: Recurrence) -> None:
         ctx.save_for_backward(*inputs[1 : count + 1])
 
     def derive_chunk(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        grads = getattr(operators, f"{name}_chunk_backward")(ctx.layer, grad, *ctx.saved_tensors, *ctx.numbers)
+        grads = of_chunk(ctx.layer, grad, *ctx.saved_tensors, *ctx.numbers)
         return (None, *grads, *[None] * len(ctx.numbers))
 
-    def no_second_derivative(ctx: Any, *grads: torch.Tensor) -> Any:
+    def refuse_second(ctx: Any, *grads: torch.Tensor) -> Any:
         raise NotImplementedError(f"dta::{name} has no second derivative")
 
-    for suffix in ("_backward", "_chunk_backward"):
-        torch.library.register_autograd(f"dta::{name}{suffix}", no_second_derivative, lib=LIBRARY)
-    torch.library.register_autograd(f"dta::{name}", derive_call, setup_context=save_call, lib=LIBRARY)
-    torch.library.register_autograd(f"dta::{name}_chunk", derive_chunk, setup_context=save_chunk, lib=LIBRARY)
+    define(f"{name}({over_batch}) -> Tensor", like_value, call, save_call, derive_call)
+    define(f"{name}_chunk(int layer, {over_chunk}) -> Tensor", like_value, None, save_chunk, derive_chunk)
+    of_call = define(
+        f"{name}_backward(Tensor grad, {over_batch}) -> {gradients}", like_operands, call_backward, None, refuse_second
+    )
+    of_chunk = define(
+        f"{name}_chunk_backward(int layer, Tensor grad, {over_chunk}) -> {gradients}",
+        like_operands,
+        backward=refuse_second,
+    )
 
 
 def _convolution_state(operands: Sequence[torch.Tensor]) -> tuple[Sequence[int], torch.dtype]:
@@ -248,14 +240,6 @@ def _of_attention(operands: Tensors, numbers: tuple[float, ...], runs: Runs, gra
     return query, key, value, decay, beta, numbers[0], blocks
 
 
-def _of_scan(operands: Tensors, numbers: tuple[float, ...], runs: Runs, grads: Tensors) -> tuple[Any, ...]:
-    return *operands, _blocks(runs, 16)
-
-
-def _of_recurrence(operands: Tensors, numbers: tuple[float, ...], runs: Runs, grads: Tensors) -> tuple[Any, ...]:
-    return *operands, _blocks(runs, 64)
-
-
 def _of_convolution(operands: Tensors, numbers: tuple[float, ...], runs: Runs, grads: Tensors) -> tuple[Any, ...]:
     width = operands[1].shape[1]
     return *operands, runs.derive((Ancestors, width), lambda: Ancestors(runs.segments, width, runs.kept))
@@ -273,19 +257,14 @@ def _matrix_scratch(operands: Sequence[torch.Tensor]) -> tuple[float, float]:
     return forward * share, backward * share
 
 
-def _scan_scratch(operands: Sequence[torch.Tensor]) -> tuple[float, float]:
-    channels = operands[0].shape[-1] * _itemsize(operands[0])
-    return 13.0 * channels, 19.0 * channels
+def _values_by_channel(forward: float, backward: float) -> Callable[[Sequence[torch.Tensor]], tuple[float, float]]:
+    """Return the `scratch` of recurrences that allocate so many values per channel of the first operand."""
 
+    def scratch(operands: Sequence[torch.Tensor]) -> tuple[float, float]:
+        channels = operands[0].shape[-1] * _itemsize(operands[0])
+        return forward * channels, backward * channels
 
-def _convolution_scratch(operands: Sequence[torch.Tensor]) -> tuple[float, float]:
-    channels = operands[0].shape[-1] * _itemsize(operands[0])
-    return 2.0 * channels, 4.0 * channels
-
-
-def _recurrence_scratch(operands: Sequence[torch.Tensor]) -> tuple[float, float]:
-    channels = operands[0].shape[-1] * _itemsize(operands[0])
-    return 3.0 * channels, 6.0 * channels
+    return scratch
 
 
 def _itemsize(value: torch.Tensor) -> int:
@@ -301,7 +280,7 @@ SHORT_CONVOLUTION = Recurrence(
     arguments=_of_convolution,
     dims=_CHANNELS,
     silent=(0,),
-    scratch=_convolution_scratch,
+    scratch=_values_by_channel(2.0, 4.0),
 )
 TOKEN_SHIFT = dataclasses.replace(SHORT_CONVOLUTION, name="token_shift", kernel=token_shift, may_restart=False)
 GATED_DELTA_RULE = Recurrence(
@@ -329,10 +308,10 @@ SELECTIVE_SCAN = Recurrence(
     like=0,
     state=_scan_state,
     kernel=selective_scan,
-    arguments=_of_scan,
+    arguments=lambda operands, numbers, runs, grads: (*operands, _blocks(runs, 16)),
     dims=_CHANNELS,
     silent=(0, 3),
-    scratch=_scan_scratch,
+    scratch=_values_by_channel(13.0, 19.0),
 )
 LINEAR_RECURRENCE = Recurrence(
     name="linear_recurrence",
@@ -340,10 +319,10 @@ LINEAR_RECURRENCE = Recurrence(
     like=0,
     state=_recurrence_state,
     kernel=linear_recurrence,
-    arguments=_of_recurrence,
+    arguments=lambda operands, numbers, runs, grads: (*operands, _blocks(runs, 64)),
     dims=_CHANNELS,
     silent=(0,),
-    scratch=_recurrence_scratch,
+    scratch=_values_by_channel(3.0, 6.0),
 )
 CUMULATIVE_SUM = dataclasses.replace(LINEAR_RECURRENCE, name="cumulative_sum", may_restart=False)
 

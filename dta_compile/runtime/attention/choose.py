@@ -43,10 +43,6 @@ def provider_for(choice: str, query: torch.Tensor, value: torch.Tensor, scoring:
     return provider
 
 
-def _reference(query: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> Provider | str:
-    return Reference()
-
-
 def _flash_cpu(query: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> Provider | str:
     types = (torch.float32, torch.float64, torch.bfloat16)
     if query.device.type == "cpu" and query.dtype in types and query.shape[-1] == value.shape[-1]:
@@ -62,5 +58,5 @@ PROVIDERS: dict[str, Make] = {
     "cpu": _flash_cpu,
     "cudnn": cudnn.make,
     "triton": triton.make,
-    "reference": _reference,
+    "reference": lambda *_: Reference(),
 }

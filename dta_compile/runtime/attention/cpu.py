@@ -7,6 +7,7 @@ so keys and values are never repeated. Given the merged output and log-sum-exp, 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,16 +16,15 @@ import torch
 from dta_compile.executable.pieces import TreeAttention, running_library
 from dta_compile.ops.attention import by_tokens, empty_by_tokens
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.ops.products import are_bounded, product_of_read
+from dta_compile.ops.products import are_bounded
 from dta_compile.ops.tree_attention import kernel
 from dta_compile.ops.tree_attention.kernel import Keys, States
+from dta_compile.runtime.attention.chosen_keys import query_slices
 from dta_compile.runtime.attention.cpu_parts import Part, parts_of
 from dta_compile.runtime.attention.provider import Operands, Tensors
-from dta_compile.runtime.attention.reference import grads_of_read, merge_with, repeat_heads, sum_groups, weights_of
+from dta_compile.runtime.attention.reference import Reference, merge_with
 
 aten = torch.ops.aten
-
-MOST_PAIRS = 2**22  # most scores that plain math holds at a time
 
 
 class FlashCPU:
@@ -131,7 +131,7 @@ def _flash(x: Operands, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
     """
     query, key, value = _rows(x.query, part), *_keys_and_values(x, part)
     if part.plain or not x.scoring.is_linear:
-        return _plain(query, key, value, x, part)
+        return _Plain(part).forward(_of_part(x, query, key, value))
     if part.full:
         query = query.reshape(1, key.shape[1], -1, query.shape[3])
     out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -152,7 +152,8 @@ def _flash_backward(grad: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tens
     spread = next((s for s in range(1, groups) if groups % s == 0 and s * kv_heads >= threads), groups)
     grad, query, out, logsumexp = (_rows(t, part) for t in (grad, x.query, out, logsumexp))
     if part.plain or not x.scoring.is_linear:
-        return _plain_backward(grad, query, out, logsumexp, key, value, x, part)
+        plain = _of_part(x, query, key, value)
+        return _Plain(part).backward(grad, out, logsumexp, plain, plain.prefix_key, plain.prefix_value)
     if part.full:
         grad, query, out = (t.reshape(1, kv_heads * spread, -1, width) for t in (grad, query, out))
         logsumexp = logsumexp.reshape(1, kv_heads * spread, -1)
@@ -165,64 +166,27 @@ def _flash_backward(grad: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tens
     return grads if spread == 1 else (grads[0].flatten(0, 1)[None], grads[1].sum(1)[None], grads[2].sum(1)[None])
 
 
-def _plain(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, x: Operands, part: Part
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like `_flash`, by plain math, a few queries at a time: torch's kernel lacks soft caps and reads masked keys."""
-    dtype, groups = statistics_dtype(query.dtype), query.shape[1] // key.shape[1]
-    out = query.new_empty(query.shape, dtype=dtype)
-    logsumexp = query.new_empty(query.shape[:-1], dtype=dtype)
-    key, value = (repeat_heads(tensor.to(dtype), groups) for tensor in (key, value))
-    for first, last in _pieces(query, key):
-        scores, _, read = _scores(query[:, :, first:last].to(dtype), key, x, part, first)
-        logsumexp[:, :, first:last] = scores.logsumexp(-1)
-        weights = weights_of(scores, logsumexp[:, :, first:last])
-        out[:, :, first:last] = product_of_read(weights, value, read)
-    return out, logsumexp
+@dataclasses.dataclass(frozen=True)
+class _Plain(Reference):
+    """A part by plain math, a few queries at a time: torch's kernel lacks soft caps and reads masked keys."""
+
+    part: Part
+
+    def _blocks(self, x: Operands) -> Iterator[tuple[slice, torch.Tensor]]:
+        keys = x.key.shape[2]
+        for queries in query_slices(x.query.shape[1], x.query.shape[2], keys):
+            read = torch.ones((queries.stop - queries.start, keys), dtype=torch.bool, device="cpu")
+            if self.part.causal:
+                read.tril_(queries.start)
+            elif self.part.mask is not None:
+                read = self.part.mask[queries] == 0
+            yield queries, read
 
 
-def _plain_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    x: Operands,
-    part: Part,
-) -> Tensors:
-    dtype, groups = statistics_dtype(query.dtype), query.shape[1] // key.shape[1]
-    key, value = (repeat_heads(tensor.to(dtype), groups) for tensor in (key, value))
-    of_query = query.new_empty(query.shape, dtype=dtype)
-    of_key, of_value = torch.zeros_like(key), torch.zeros_like(value)
-    for first, last in _pieces(query, key):
-        own, of_own, result = (tensor[:, :, first:last].to(dtype) for tensor in (query, grad, out))
-        scores, slope, read = _scores(own, key, x, part, first)
-        grads = grads_of_read(of_own, result, own, key, value, scores, logsumexp[:, :, first:last], slope, read)
-        of_query[:, :, first:last] = grads[0]
-        of_key += grads[1]
-        of_value += grads[2]
-    return of_query, sum_groups(of_key, groups), sum_groups(of_value, groups)
-
-
-def _pieces(query: torch.Tensor, key: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Yield ranges of queries with at most `MOST_PAIRS` scores."""
-    rows = max(1, MOST_PAIRS // (query.shape[1] * max(key.shape[2], 1)))
-    for first in range(0, query.shape[2], rows):
-        yield first, min(first + rows, query.shape[2])
-
-
-def _scores(
-    query: torch.Tensor, key: torch.Tensor, x: Operands, part: Part, first: int
-) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor]:
-    """Return scores of a part's queries from `first` on, their derivative by the products, and the read mask."""
-    scores, slope = x.scoring.scores(query @ key.mT)
-    read = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu")
-    if part.causal:
-        read.tril_(first)
-    elif part.mask is not None:
-        read = part.mask[first : first + query.shape[2]] == 0
-    return scores.masked_fill_(~read, float("-inf")), slope, read
+def _of_part(x: Operands, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Operands:
+    """Return the operands of a part for `_Plain`: all keys are its own, and queries are in the dtype of sums."""
+    query = query.to(statistics_dtype(query.dtype))
+    return x._replace(query=query, key=key, value=value, prefix_key=key[:, :, :0], prefix_value=value[:, :, :0])
 
 
 def _rows(tensor: torch.Tensor, part: Part) -> torch.Tensor:

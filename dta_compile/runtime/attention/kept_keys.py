@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.ops.products import product_of_read
 from dta_compile.runtime.attention.chosen_keys import query_slices
 from dta_compile.runtime.attention.provider import Operands, Provider, Tensors
-from dta_compile.runtime.attention.reference import grads_of_read, merge_with, repeat_heads, sum_groups, weights_of
+from dta_compile.runtime.attention.reference import Reference, merge_with
 
 
 class _Columns(NamedTuple):
@@ -42,16 +41,11 @@ class KeptKeys:
     def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Provider.forward`."""
         out, logsumexp = self.window.forward(_in_window(x))
-        columns, dtype = _columns(x), statistics_dtype(x.query.dtype)
-        merged = out.to(dtype)
-        (key, value), groups = _keys_and_values(x, columns), x.query.shape[1] // x.key.shape[1]
-        key, value = (repeat_heads(tensor, groups) for tensor in (key, value))
-        for queries, read in _blocks(x, columns):
-            scores, _ = x.scoring.scores(x.query[:, :, queries].to(dtype) @ key.mT)
-            scores = scores.masked_fill_(~read, float("-inf"))
-            of_part = scores.logsumexp(-1)
-            part = product_of_read(weights_of(scores, of_part), value, read)
-            merge_with(merged[:, :, queries], logsumexp[:, :, queries], part, of_part)
+        columns = _columns(x)
+        if not any(map(len, columns)):
+            return out, logsumexp
+        merged = out.to(statistics_dtype(x.query.dtype))
+        merge_with(merged, logsumexp, *_BesideWindow(columns).forward(_beside_window(x, columns)))
         return merged.to(out.dtype), logsumexp
 
     def backward(
@@ -66,24 +60,36 @@ class KeptKeys:
         """See `Provider.backward`."""
         of_prefix = prefix_key_grad, prefix_value_grad
         of_query, *of_states = self.window.backward(grad, out, logsumexp, _in_window(x), *of_prefix)
-        columns, dtype = _columns(x), statistics_dtype(x.query.dtype)
-        (key, value), groups = _keys_and_values(x, columns), x.query.shape[1] // x.key.shape[1]
-        key, value = (repeat_heads(tensor, groups) for tensor in (key, value))
-        sums = torch.zeros_like(key), torch.zeros_like(value)
-        for queries, read in _blocks(x, columns):
-            query, own_grad, own_out = (tensor[:, :, queries].to(dtype) for tensor in (x.query, grad, out))
-            scores, slope = x.scoring.scores(query @ key.mT)
-            scores = scores.masked_fill_(~read, float("-inf"))
-            lse = logsumexp[:, :, queries]
-            more, *of_part, _ = grads_of_read(own_grad, own_out, query, key, value, scores, lse, slope, read)
-            of_query[:, :, queries] += more.to(of_query.dtype)
-            for total, part in zip(sums, of_part, strict=True):
-                total += part
-        for total, above, own in zip(sums, of_prefix, of_states, strict=True):
-            of_above, of_own = sum_groups(total, groups).split([len(index) for index in columns], 2)
-            above.index_add_(2, columns.above, of_above.to(above.dtype))
-            own.index_add_(2, columns.own, of_own.to(own.dtype))
+        columns = _columns(x)
+        if not any(map(len, columns)):
+            return of_query, *of_states
+        beside = _beside_window(x, columns)
+        of_above = [torch.zeros_like(t, dtype=beside.query.dtype) for t in (beside.prefix_key, beside.prefix_value)]
+        more, *of_own = _BesideWindow(columns).backward(grad, out, logsumexp, beside, *of_above)
+        of_query += more.to(of_query.dtype)
+        for total, part in zip(of_prefix, of_above, strict=True):
+            total.index_add_(2, columns.above, part.to(total.dtype))
+        for total, part in zip(of_states, of_own, strict=True):
+            total.index_add_(2, columns.own, part.to(total.dtype))
         return of_query, *of_states
+
+
+@dataclasses.dataclass(frozen=True)
+class _BesideWindow(Reference):
+    """Provider of what queries read of keys that stay visible, beyond the window; see `_beside_window`."""
+
+    columns: _Columns
+
+    def _blocks(self, x: Operands) -> Iterator[tuple[slice, torch.Tensor]]:
+        assert x.limit is not None
+        table, above, own = x.table(), *self.columns
+        number = torch.arange(table.tokens, device=above.device)
+        depths = torch.cat([above, table.depths[own]])
+        for queries in query_slices(x.query.shape[1], table.tokens, len(depths)):
+            own_number = number[queries, None]
+            reads_own = (own <= own_number) & (own_number < table.ends[own])
+            read = torch.cat([reads_own.new_ones((len(own_number), len(above))), reads_own], 1)
+            yield queries, read & (depths < x.limit.first(table.depths[queries, None]))
 
 
 def _in_window(x: Operands) -> Operands:
@@ -104,21 +110,9 @@ def _columns(x: Operands) -> _Columns:
     return columns
 
 
-def _keys_and_values(x: Operands, columns: _Columns) -> list[torch.Tensor]:
-    """Return keys and values that stay visible, `[1, Hkv, n, D]`, in the dtype of sums."""
-    both = (x.prefix_key, x.key), (x.prefix_value, x.value)
-    parts = ([above.index_select(2, columns.above), own.index_select(2, columns.own)] for above, own in both)
-    return [torch.cat(part, 2).to(statistics_dtype(x.query.dtype)) for part in parts]
-
-
-def _blocks(x: Operands, columns: _Columns) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield queries, and which of these keys each of them reads, beyond the window, `[queries, n]`."""
-    assert x.limit is not None
-    table, above = x.table(), columns.above
-    number = torch.arange(table.tokens, device=above.device)
-    depths = torch.cat([above, table.depths[columns.own]])
-    for queries in query_slices(x.query.shape[1], table.tokens, len(depths)) if len(depths) else ():
-        own_number = number[queries, None]
-        own = (columns.own <= own_number) & (own_number < table.ends[columns.own])
-        read = torch.cat([own.new_ones((len(own), len(above))), own], 1)
-        yield queries, read & (depths < x.limit.first(table.depths[queries, None]))
+def _beside_window(x: Operands, columns: _Columns) -> Operands:
+    """Return the operands with keys and values that stay visible alone, and queries in the dtype of sums."""
+    prefix_key, prefix_value = (states.index_select(2, columns.above) for states in (x.prefix_key, x.prefix_value))
+    key, value = (states.index_select(2, columns.own) for states in (x.key, x.value))
+    query = x.query.to(statistics_dtype(x.query.dtype))
+    return x._replace(query=query, key=key, value=value, prefix_key=prefix_key, prefix_value=prefix_value)

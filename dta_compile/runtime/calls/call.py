@@ -65,10 +65,6 @@ class Sizes:
         index, dim = self._sources[symbol]
         return args[index] if dim is None else int(args[index].shape[dim])
 
-    def window(self, frame: Frame, args: Sequence[object]) -> tuple[int, int]:
-        """Return `(start, length)` of a frame."""
-        return self.evaluate(frame.start, args), self.evaluate(frame.length, args)
-
 
 @dataclasses.dataclass(frozen=True)
 class CallContext:
@@ -138,7 +134,10 @@ class Call:
 
     def window(self, frame: Frame | None) -> tuple[int, int]:
         """Return `(start, length)` of a frame; `(0, 1)` for None."""
-        return self.context.sizes.window(frame, self.args) if frame is not None else (0, 1)
+        if frame is None:
+            return 0, 1
+        start, length = (self.context.sizes.evaluate(size, self.args) for size in (frame.start, frame.length))
+        return start, length
 
     def read_masks(self) -> ReadMasks:
         """Read the attention masks of the call; raises the errors of `masks.read_masks`."""

@@ -121,10 +121,6 @@ def _require_one_range(layer: MixerLayer, context: LayerContext) -> None:
         )
 
 
-def _recurrence(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
-    return runtime_of(layer, context.device)
-
-
 Make = Callable[[MixerLayer, LayerContext], AnyRuntime]
 
 RUNTIMES: dict[str, Make] = {  # by mixer name
@@ -133,7 +129,7 @@ RUNTIMES: dict[str, Make] = {  # by mixer name
     **dict.fromkeys((mixer.name for mixer in BY_DISTANCE), _biased),
     **dict.fromkeys((mixer.name for mixer in WITH_COMPRESSED), _with_compressed),
     CHOICE_MIXER.name: _choice,
-    **dict.fromkeys((mixer.name for mixer in RECURRENCES), _recurrence),
+    **dict.fromkeys((mixer.name for mixer in RECURRENCES), lambda layer, context: runtime_of(layer, context.device)),
 }
 
 

@@ -146,10 +146,13 @@ class PlannedCall(Call):
         path = lease.path if lease else self.path(part)
         path.watch(self._fillers(part))
         shared = None if lease else self._chunks  # chunks that are replayed are padded
-        executor = Executor(part, frontier, data, self.rows, path, watch, lease, codes, shared)
+        executor = self._executor(part, frontier, data, self.rows, path, watch, lease, codes, shared)
         if lease:
             weakref.finalize(executor, lease.arena.release)  # however the call ends
         return executor
+
+    def _executor(self, *arguments: Any) -> Executor:
+        return Executor(*arguments)
 
     def path(self, part: Part) -> PathStack:
         """Allocate a path stack for the layers of a part."""

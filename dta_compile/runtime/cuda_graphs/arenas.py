@@ -40,7 +40,7 @@ class Lease:
 
     def __init__(self, cache: ReplayCache, arena: Arena, parameters: Sequence[torch.Tensor]) -> None:
         self.cache, self.arena, self.path = cache, arena, arena.path
-        self.counts = ReplayCounts(bytes=arena.table.bytes)
+        self.counts = ReplayCounts(bytes=arena.bytes)
         self.fixed = {parameter.data_ptr() for parameter in parameters}
 
     def size(self, count: int) -> int:
@@ -84,17 +84,21 @@ class Lease:
         self, key: GraphKey, run: Run, tensors: Sequence[torch.Tensor], copied: Sequence[bool]
     ) -> Recorded | None:
         """Return the recorded graph for a key, recording it on its second use; None: run eagerly."""
-        table, cache = self.arena.table, self.cache
-        if table.is_due(key) and not cache.given_up and table.has_room(self.path.device):
-            try:
-                recorded = Recorded.of(cache.record, lambda given: run([self.path, *given]), tensors, copied)
-            except RuntimeError as error:
-                cache.give_up(str(error).strip().splitlines()[0])
-                return None
-            table.add(key, recorded)
-            self.counts.recorded += 1
-            self.counts.bytes = table.bytes
-        return table.graphs[key]
+        arena, cache = self.arena, self.cache
+        is_first = key not in arena.graphs
+        recorded = arena.graphs.setdefault(key, None)
+        if is_first or recorded is not None or cache.given_up or arena.bytes > _most_bytes(self.path.device):
+            return recorded
+        try:
+            recorded = Recorded.of(cache.record, lambda given: run([self.path, *given]), tensors, copied)
+        except RuntimeError as error:
+            cache.give_up(str(error).strip().splitlines()[0])
+            return None
+        arena.graphs[key] = recorded
+        arena.bytes += recorded.bytes
+        self.counts.recorded += 1
+        self.counts.bytes = arena.bytes
+        return recorded
 
 
 class ReplayCache:
@@ -165,13 +169,17 @@ class Arena:
 
     Attributes:
         path: path stack.
+        graphs: graphs by key; None: run once, not recorded yet.
+        bytes: bytes that the graphs hold.
         codes: generated code that the graphs were recorded with.
         sums: accumulators of parameter gradients, made at the first backward.
         is_leased: a call is using the arena.
     """
 
     def __init__(self, path: ReplayStack) -> None:
-        self.path, self.table = path, GraphTable()
+        self.path = path
+        self.graphs: dict[GraphKey, Recorded | None] = {}
+        self.bytes = 0
         self.codes: Codes = NO_CODES
         self.sums: list[torch.Tensor] = []
         self.is_leased = False
@@ -179,7 +187,7 @@ class Arena:
     def begin(self, runtimes: Sequence[AnyRuntime], codes: Codes) -> None:
         """Reset the arena for a new call, even if the previous one failed half-way; drop graphs of other code."""
         if codes is not self.codes:
-            self.table, self.codes = GraphTable(), codes
+            self.graphs, self.bytes, self.codes = {}, 0, codes
         self.path.runtimes = runtimes
         self.path.pending = 0
         for states in self.path.states:
@@ -255,35 +263,6 @@ class Recorded:
     def bytes(self) -> int:
         """Bytes of its input and output buffers, without the shared memory pool."""
         return sum(tensor.nbytes for tensor in (*self.inputs, *self.outputs) if tensor is not None)
-
-
-class GraphTable:
-    """Recorded graphs of one arena.
-
-    Attributes:
-        graphs: graphs by key; None: run once, not recorded yet.
-        bytes: bytes that the graphs hold.
-    """
-
-    def __init__(self) -> None:
-        self.graphs: dict[GraphKey, Recorded | None] = {}
-        self.bytes = 0
-
-    def is_due(self, key: GraphKey) -> bool:
-        """Return whether to record a graph now: it has been run once and is not recorded; notes the first run."""
-        if key not in self.graphs:
-            self.graphs[key] = None
-            return False
-        return self.graphs[key] is None
-
-    def add(self, key: GraphKey, recorded: Recorded) -> None:
-        """Add a recorded graph."""
-        self.graphs[key] = recorded
-        self.bytes += recorded.bytes
-
-    def has_room(self, device: torch.device) -> bool:
-        """Return whether graphs hold at most `SHARE` of the device's memory."""
-        return self.bytes <= _most_bytes(device)
 
 
 class CudaRecorder:

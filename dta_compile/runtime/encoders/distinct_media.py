@@ -9,14 +9,12 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from dta_compile.errors import RefusalError
-
-__all__ = ["Encoder", "Features", "Kept", "as_table", "distinct", "encode_distinct"]
 
 MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # 2**64 over the golden ratio, as a signed number
 BLOCK = 2**17  # numbers of media that are hashed or compared at a time
@@ -25,10 +23,8 @@ ROUNDING = 1000  # times the precision of the dtype, relative to the largest fea
 WHERE = "the encoder in front of the tokens"
 
 
-class Encoder(Protocol):
-    """Function from the media `[n, ...]` of a batch to feature tensors `[n * t, D]`, or `[n, t, D]`, in their order."""
-
-    def __call__(self, *media: torch.Tensor) -> Sequence[torch.Tensor]: ...
+# Function from the media `[n, ...]` of a batch to feature tensors `[n * t, D]`, or `[n, t, D]`, in their order.
+Encoder = Callable[..., Sequence[torch.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)

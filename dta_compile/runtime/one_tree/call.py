@@ -88,15 +88,7 @@ class PieceCall(PlannedCall):
         )
         return dataclasses.replace(self, plan=plan)
 
-    def executor(self, part: Part | None = None) -> Executor:
-        """See `PlannedCall.executor`."""
-        assert part is not None
-        if self.executable.joint.generated is not None:
-            self.plan.estimates.codegen = str(self.executable.joint.generated)
-        frontier = [self.executable.frontier[i] for i in part.frontier]
-        path, codes = self.path(part), self.generated_code
-        path.watch(self._fillers(part))
-        arguments = part, frontier, self._chunk_data(part), self.rows, path, self.stopwatch, None, codes, self._chunks
+    def _executor(self, *arguments: Any) -> Executor:
         real = [numbered for numbered in enumerate(self.routes.pieces) if numbered[1].start < numbered[1].stop]
         pieces = dict(zip(self.plan.schedule.chunks, real, strict=True))
         return PieceExecutor(*arguments, pieces=pieces, computed=self.heads.computed)

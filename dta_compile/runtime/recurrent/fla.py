@@ -29,18 +29,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.ops.recurrences.blocks import Runs
+from dta_compile.ops.recurrences.blocks import Runs, levels_of
 from dta_compile.ops.recurrences.operators import Recurrence
 from dta_compile.runtime.path.mixer_runtime import RecurrentInputs, Tensors
 from dta_compile.runtime.recurrent.layer import runs_of
 from dta_compile.runtime.rows.upload import upload
 
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-Numbers = npt.NDArray[np.int64]
 
 TYPES = (torch.bfloat16, torch.float16)
 WIDTHS = 16  # widths of heads must be multiples of it
@@ -180,22 +178,15 @@ class Pieces:
     """
 
     def __init__(self, runs: Runs) -> None:
-        columns = np.array([(s.first, s.last, s.depth, s.parent) for s in runs.segments], np.int64).reshape(-1, 4)
-        first, last, depth, parent = columns.T
-        befores = np.where(parent >= 0, first[parent] + depth - depth[parent] - 1, -1)  # token before each run
-        kept = np.asarray(runs.kept, np.int64)
-        ends = np.unique(np.concatenate([last, befores[befores >= 0] + 1, kept]))
-        starts = np.concatenate([[0], ends[:-1]])
-        before = starts - 1
-        before[np.searchsorted(starts, first)] = befores
-        above = np.where(before >= 0, np.searchsorted(ends, before + 1), -1)
-        level = _levels(above)
+        bounds = [(piece.first, piece.last, piece.parent) for piece in runs.apart(()).segments]
+        starts, ends, above = np.array(bounds, np.int64).reshape(-1, 3).T
+        level = levels_of(above, np.ones_like(above))
         order = np.argsort(level, kind="stable")
         self.count = len(ends)
         self._bounds = np.searchsorted(level[order], np.arange(level.max(initial=0) + 2))
         places = np.empty(self.count, np.int64)
         places[order] = np.arange(self.count) - self._bounds[level[order]]
-        of_kept = np.searchsorted(ends, kept)
+        of_kept = np.searchsorted(ends, np.asarray(runs.kept, np.int64))
         self.kept = list(zip(level[of_kept].tolist(), places[of_kept].tolist(), strict=True))
         self._lengths, self._entries = (ends - starts)[order], places[above[order]]
         self._order = np.concatenate([np.arange(starts[piece], ends[piece]) for piece in order])
@@ -225,14 +216,6 @@ class Pieces:
             upload(self._entries[some], device) if number else None,
             number + 2 < len(self._bounds) or any(level == number for level, _ in self.kept),
         )
-
-
-def _levels(above: Numbers) -> Numbers:
-    """Return the level of every piece; `above` is the earlier piece that it continues (-1: none)."""
-    levels: list[int] = []
-    for piece in above.tolist():
-        levels.append(levels[piece] + 1 if piece >= 0 else 0)
-    return np.array(levels, np.int64)
 
 
 def _split(tensor: torch.Tensor, order: torch.Tensor | None, levels: Sequence[Level]) -> Sequence[torch.Tensor]:

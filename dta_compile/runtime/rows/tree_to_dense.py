@@ -69,13 +69,14 @@ class BatchLayout:
         ]
         return [mask if mask is not None and mask.any() else None for mask in masks]
 
-    def expand(self, index: int, buffer: RowBuffer) -> torch.Tensor:
-        """Gather a frontier value into its dense layout.
+    def expand(self, index: int, buffer: RowBuffer, row: int | None = None) -> torch.Tensor:
+        """Gather a frontier value into its dense layout; for one `row`, the batch axis has size one.
 
         At padding and where it is unused, it is next to zero, or an inner value that of a real token.
         """
-        value = self.frontier[index]
-        return self._from_entries(value, _gathered(value, buffer, self._map(index)), self.batch)
+        value, head_rows = self.frontier[index], self._map(index)
+        head_rows, batch = (head_rows, self.batch) if row is None else (self._row_of(head_rows, row), 1)
+        return self._from_entries(value, _gathered(value, buffer, head_rows), batch)
 
     def padding(self, index: int) -> torch.Tensor | None:
         """Return a bool mask of the dense frontier value at padding that outputs depend on; None: there is none."""
@@ -85,14 +86,8 @@ class BatchLayout:
         entries = upload(uncovered, self.device).reshape(-1, *[1] * len(value.features))
         return self._from_entries(value, entries.expand(-1, *value.features), self.batch)
 
-    def expand_row(self, index: int, buffer: RowBuffer, row: int) -> torch.Tensor:
-        """Like `expand`, for one row: the batch axis has size one."""
-        value = self.frontier[index]
-        entries = _gathered(value, buffer, self._row_of(self._map(index), row))
-        return self._from_entries(value, entries, batch=1)
-
     def add_row_gradient(self, index: int, buffer: RowBuffer, grad: torch.Tensor, row: int) -> torch.Tensor | None:
-        """Add the gradient of `expand_row` to its head rows; return the argument for `refuse_padding`, if any."""
+        """Add the gradient of `expand` for a row to its head rows; return the argument for `refuse_padding`, if any."""
         value, uncovered = self.frontier[index], self.uncovered[index]
         entries = _to_entries(value, grad, batch=1)
         buffer.add(self._row_of(self._map(index), row), entries)

@@ -564,8 +564,7 @@ tracing.answer_with(_traces_for_this_backend)
 
 def graph_being_traced() -> fx.Graph:
     """Return the graph that the running trace adds nodes to."""
-    graph: fx.Graph = frames.calling(InstructionTranslator).output.graph  # type: ignore[union-attr]
-    return graph
+    return frames.calling(InstructionTranslator).output.graph  # type: ignore[union-attr]
 
 
 def is_tracing() -> bool:

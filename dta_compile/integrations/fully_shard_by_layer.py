@@ -234,8 +234,7 @@ def _most(states: Iterable[Any], *mine: int) -> list[int]:
     for name in ("shard_process_group", "replicate_process_group"):
         if (process_group := getattr(group.mesh_info, name, None)) is not None:
             dist.all_reduce(said, dist.ReduceOp.MAX, process_group)
-    numbers: list[int] = said.tolist()
-    return numbers
+    return said.tolist()
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -88,8 +88,7 @@ class GraphEncoder:
         for i, traced in enumerate(self._traced):
             if (expr := symbolic(traced)) is not None and expr.free_symbols <= sizes.keys():
                 inputs[i] = int(expr.subs(sizes))
-        features: Sequence[torch.Tensor] = self.module(*inputs)
-        return features
+        return self.module(*inputs)
 
     def _sizes(self, media: Sequence[torch.Tensor]) -> dict[sympy.Symbol, int]:
         sources = symbol_sources([self._traced[i] for i in self.media])

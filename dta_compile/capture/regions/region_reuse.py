@@ -427,5 +427,4 @@ def _moved(guard: Any, of: Callable[[Source], Source]) -> Any:
 
 
 def _other_name(guard: Any) -> Source:
-    source: Source = guard.create_fn.keywords["source_b"]
-    return source
+    return guard.create_fn.keywords["source_b"]

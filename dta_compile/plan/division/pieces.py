@@ -93,8 +93,7 @@ class Dealing:
 
     def by_rank(self, values: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
         """Return the sums of a number of each piece by rank."""
-        sums: npt.NDArray[np.float64] = np.bincount(self.holders, values, self.ranks).astype(np.float64)
-        return sums
+        return np.bincount(self.holders, values, self.ranks).astype(np.float64)
 
     @functools.cached_property
     def costs(self) -> list[float]:
@@ -131,8 +130,7 @@ class Dealing:
 
     def owners(self, rows: IntArray) -> IntArray:
         """Return the piece that each row is in."""
-        owners: IntArray = np.searchsorted(self.bounds, rows, side="right") - 1
-        return owners
+        return np.searchsorted(self.bounds, rows, side="right") - 1
 
     def holders_of(self, rows: IntArray) -> IntArray:
         """Return the rank that has each row."""

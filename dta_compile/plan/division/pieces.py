@@ -114,14 +114,12 @@ class Dealing:
 
     def piece(self, rank: int, number: int) -> tuple[int, int]:
         """Return the rows `[start, stop)` of a rank in a round."""
-        return self._rows_of(int(self._places[number, rank]))
+        piece = int(self._places[number, rank])
+        return int(self.bounds[piece]), int(self.bounds[piece + 1])
 
     def place(self, rank: int, number: int) -> int:
         """Return how many pieces of a round come before that of a rank, in the order of rows."""
         return int(self._places[number, rank]) % self.ranks
-
-    def _rows_of(self, piece: int) -> tuple[int, int]:
-        return int(self.bounds[piece]), int(self.bounds[piece + 1])
 
     def rows(self, rank: int) -> IntArray:
         """Return the rows of a rank, ascending."""

@@ -49,14 +49,10 @@ class LocalGraph:
     inputs: list[int]
     group: Any
 
-    def calling(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-        """Wrap a callable over local tensors as one over the inputs of the captured graph."""
-
-        def run_on_own(*args: Any) -> Sequence[Any]:
-            own = (args[i] for i in self.inputs)
-            return run(*(arg.to_local() if is_distributed(arg) else arg for arg in own))
-
-        return run_on_own
+    def call(self, run: Callable[..., Sequence[Any]], *args: Any) -> Sequence[Any]:
+        """Call a callable over local tensors with the inputs of the captured graph."""
+        own = (args[i] for i in self.inputs)
+        return run(*(arg.to_local() if is_distributed(arg) else arg for arg in own))
 
 
 @dataclasses.dataclass

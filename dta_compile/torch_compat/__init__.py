@@ -50,7 +50,7 @@ def wrap_once(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
 def as_wrapper(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
     """Make a wrapper for `wrap_once` of a function that is given the original, then the arguments of a call.
 
-    A call takes a frame more than that of a wrapper written out, as those are that Dynamo calls at each level of calls.
+    A call takes a frame more than that of a wrapper written out, as those are that call themselves again and again.
     """
 
     @functools.wraps(replacement)

@@ -165,22 +165,23 @@ def _code(template: str) -> types.CodeType:
     return compile(template.format(VALUE), "<source>", "eval")
 
 
-@as_wrapper
-def _compiled_once(
-    get_value: Callable[..., Any], self: Any, names: dict[str, Any], local: dict[str, Any], known: dict[Any, Any]
-) -> Any:
+def _compiled_once(get_value: Callable[..., Any]) -> Callable[..., Any]:
     """Look up the value of a source by code that is compiled once for all sources with the same expression."""
-    if self in known:
+
+    def get_value_by_code(self: Any, names: dict[str, Any], local: dict[str, Any], known: dict[Any, Any]) -> Any:
+        if self in known:
+            return known[self]
+        if VALUE in local:
+            return get_value(self, names, local, known)
+        value = self.base.get_value(names, local, known)
+        local[VALUE] = value
+        try:
+            known[self] = eval(_code(self._name_template), names, local)
+        finally:
+            del local[VALUE]
         return known[self]
-    if VALUE in local:
-        return get_value(self, names, local, known)
-    value = self.base.get_value(names, local, known)
-    local[VALUE] = value
-    try:
-        known[self] = eval(_code(self._name_template), names, local)
-    finally:
-        del local[VALUE]
-    return known[self]
+
+    return get_value_by_code
 
 
 @as_wrapper

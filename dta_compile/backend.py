@@ -7,6 +7,7 @@ Runs the graph classification, rewrites of the captured graph, the passes (or th
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -129,11 +130,11 @@ def dta(
             record.log_once(UNSHARED, logging.WARNING)
             engine.note(UNSHARED, 0.0, 1)
 
-        run = graph.given.calling(run, note_unshared)
+        run = functools.partial(graph.given.call, run, note_unshared)
     for part in reversed(graph.encoded):
-        run = part.calling(run, engine.note, parsed.memory_budget)
+        run = functools.partial(part.call, run, engine.note, parsed.memory_budget)
     for cut in (graph.local, graph.written):
-        run = cut.calling(run) if cut else run
+        run = functools.partial(cut.call, run) if cut else run
     return _called(run, reads_all=False)
 
 

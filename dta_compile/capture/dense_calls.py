@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dta_compile.capture import dynamo
-from dta_compile.torch_compat import frames, wrap_once
+from dta_compile.torch_compat import as_wrapper, frames, wrap_once
 from dta_compile.torch_compat.autograd import peek_interpreter_stack
 from dta_compile.torch_compat.dynamo import (
     InstructionTranslator,
@@ -39,8 +39,17 @@ def warn(has_graphs: Callable[[Any], bool]) -> None:
         has_graphs: returns whether the compiled function of a compiler of Dynamo's got any graph with attention.
     """
 
-    def noticing_failures(trace: Callable[..., None]) -> Callable[..., None]:
-        return _noticing_failures(trace, has_graphs)
+    @as_wrapper
+    def noticing_failures(trace: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            trace(self, *args, **kwargs)
+        except Unsupported as error:
+            compiler = self.output.compiler_fn
+            if frames.is_ours(compiler) and torch.is_grad_enabled():
+                cause, code = dynamo.cause(error), self.f_code
+                function = f"{code.co_name} at {code.co_filename}:{code.co_firstlineno}"
+                frames.call_when_left(functools.partial(_say_if_dense, compiler, has_graphs, function, cause))
+            raise
 
     wrap_once(VariableBuilder, "_wrap", _noting_wrappers)
     wrap_once(UnspecializedNNModuleVariable, "call_function", _noticing_other_backends)
@@ -49,15 +58,12 @@ def warn(has_graphs: Callable[[Any], bool]) -> None:
     wrap_once(InstructionTranslator, "run", noticing_failures)
 
 
-def _noting_wrappers(wrap: Callable[..., Any]) -> Callable[..., Any]:
+@as_wrapper
+def _noting_wrappers(wrap: Callable[..., Any], self: Any, value: Any) -> Any:
     """Note the module inside a compiled one, because Dynamo unwraps compiled modules."""
-
-    def _wrap(self: Any, value: Any) -> Any:
-        if type(value) is OptimizedModule and frames.is_ours(value):
-            vars(self.tx.output).setdefault(COMPILED, set()).add(id(value._orig_mod))
-        return wrap(self, value)
-
-    return _wrap
+    if type(value) is OptimizedModule and frames.is_ours(value):
+        vars(self.tx.output).setdefault(COMPILED, set()).add(id(value._orig_mod))
+    return wrap(self, value)
 
 
 def _noticing_other_backends(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,21 +81,6 @@ def _noticing_other_backends(call: Callable[..., Any]) -> Callable[..., Any]:
 def _is_compiled(called: Any) -> bool:
     compiled = getattr(called, "_compiled_call_impl", called)  # set by `module.compile()`
     return hasattr(compiled, "_torchdynamo_inline") and frames.is_ours(compiled)
-
-
-def _noticing_failures(trace: Callable[..., None], has_graphs: Callable[[Any], bool]) -> Callable[..., None]:
-    def trace_noticed(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            trace(self, *args, **kwargs)
-        except Unsupported as error:
-            compiler = self.output.compiler_fn
-            if frames.is_ours(compiler) and torch.is_grad_enabled():
-                cause, code = dynamo.cause(error), self.f_code
-                function = f"{code.co_name} at {code.co_filename}:{code.co_firstlineno}"
-                frames.call_when_left(functools.partial(_say_if_dense, compiler, has_graphs, function, cause))
-            raise
-
-    return trace_noticed
 
 
 def _say_if_dense(compiler: Any, has_graphs: Callable[[Any], bool], function: str, cause: str) -> None:

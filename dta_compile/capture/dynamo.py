@@ -23,7 +23,7 @@ from dta_compile.integrations.checkpoint_flags import CheckpointFlags
 from dta_compile.integrations.fully_shard import Sharded
 from dta_compile.options import Options
 from dta_compile.passes.symbols import expression, hint
-from dta_compile.torch_compat import frames, wrap_once
+from dta_compile.torch_compat import as_wrapper, frames, wrap_once
 from dta_compile.torch_compat.dynamo import (
     BackendCompilerFailed,
     CompileContext,
@@ -137,30 +137,26 @@ def _mark_at_hand(translator: Any) -> None:
             pending += value.values() if hasattr(value, "values") else value
 
 
-def _with_marked_arrays(choose_sizes: Callable[..., Any]) -> Callable[..., Any]:
+@as_wrapper
+def _with_marked_arrays(
+    choose_sizes: Callable[..., Any], example: Any, translator: Any, source: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Mark numpy arrays whenever Dynamo chooses the sizes of an input, because each trace makes new tensors of them."""
-
-    def choose_sizes_marked(example: Any, translator: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(source, NumpyTensorSource) and frames.is_ours(translator.output.compiler_fn):
-            _mark(example, example)
-        return choose_sizes(example, translator, source, *args, **kwargs)
-
-    return choose_sizes_marked
+    if isinstance(source, NumpyTensorSource) and frames.is_ours(translator.output.compiler_fn):
+        _mark(example, example)
+    return choose_sizes(example, translator, source, *args, **kwargs)
 
 
-def _with_constants_of_modules(wrap: Callable[[Any, float], Any]) -> Callable[[Any, float], Any]:
+@as_wrapper
+def _with_constants_of_modules(wrap: Callable[[Any, float], Any], self: Any, value: float) -> Any:
     """Make a float of a module, as an epsilon of a norm, a constant until it changes, as torch makes its integers.
 
     With `dynamic=True` it would be an input of the graph: several for each layer, which then cannot be traced once.
     """
-
-    def wrap_symfloat(self: Any, value: float) -> Any:
-        if not (frames.is_ours(self.tx.output.compiler_fn) and self.source.guard_source.is_unspecialized_nn_module()):
-            return wrap(self, value)
-        with dynamo_config.patch(assume_static_by_default=True):
-            return wrap(self, value)
-
-    return wrap_symfloat
+    if not (frames.is_ours(self.tx.output.compiler_fn) and self.source.guard_source.is_unspecialized_nn_module()):
+        return wrap(self, value)
+    with dynamo_config.patch(assume_static_by_default=True):
+        return wrap(self, value)
 
 
 wrap_once(builder, "_automatic_dynamic", _with_marked_arrays)
@@ -264,24 +260,21 @@ def _options_of(compiler: Any) -> Options:
         raise _BadOption(error) from None
 
 
-def _with_selections(build: Callable[..., None]) -> Callable[..., None]:
+@as_wrapper
+def _with_selections(build: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Enable sizes that depend on data in the constructor of Dynamo's `OutputGraph`, for this backend.
 
     Without them Dynamo breaks the graph where rows are selected by a condition, such as the tokens of an expert, and
     gives up on a function that does so in a loop before any backend is called. Only the constructor reads the setting.
     """
-
-    def build_with_selections(self: Any, *args: Any, **kwargs: Any) -> None:
-        arguments = inspect.signature(build).bind(self, *args, **kwargs).arguments
-        was_on = arguments.get("one_graph", False) or getattr(dynamo_config, SELECTIONS)
-        here, compiler = CompileContext.current_compile_id(), arguments.get("compiler_fn")
-        if is_traced_by_us := frames.is_ours(compiler):
-            _options_of(compiler)
-        self._dta_selects = not was_on and here not in _without_selections and is_traced_by_us
-        with dynamo_config.patch({SELECTIONS: was_on or self._dta_selects}):
-            build(self, *args, **kwargs)
-
-    return build_with_selections
+    arguments = inspect.signature(build).bind(self, *args, **kwargs).arguments
+    was_on = arguments.get("one_graph", False) or getattr(dynamo_config, SELECTIONS)
+    here, compiler = CompileContext.current_compile_id(), arguments.get("compiler_fn")
+    if is_traced_by_us := frames.is_ours(compiler):
+        _options_of(compiler)
+    self._dta_selects = not was_on and here not in _without_selections and is_traced_by_us
+    with dynamo_config.patch({SELECTIONS: was_on or self._dta_selects}):
+        build(self, *args, **kwargs)
 
 
 wrap_once(OutputGraph, "__init__", _with_selections)
@@ -325,62 +318,56 @@ def _trace_again_without(compilations: set[Any], what: str) -> NoReturn:
     raise _TraceAgain(f"dta: trace without {what}")
 
 
-def _with_preparations(run: Callable[[Any], None]) -> Callable[[Any], None]:
+@as_wrapper
+def _with_preparations(run: Callable[[Any], None], self: Any) -> None:
     """Wrap Dynamo's trace of a function with the preparations and retries for this backend.
 
     A trace that fails with regions, or on a size that depends on data, is repeated without them.
     """
-
-    def run_prepared(self: Any) -> None:
-        if not frames.is_ours(self.output.compiler_fn):
-            return run(self)
-        modules = list(modules_at_hand(self))
-        _prepare(Sharded, modules)
-        if _options_of(self.output.compiler_fn).fallback != "dense":  # dense runs need their checkpoints
-            _prepare(CheckpointFlags, modules)
-        _mark_at_hand(self)
-        note_trace(self.f_code)
-        here = CompileContext.current_compile_id()
-        with _no_collections(), traced_once(() if here in _without_regions else modules) as has_regions:
-            if has_regions:  # layers that are traced once never hit this cache, which costs a tenth of the time
-                self.output.fake_mode.cache_enabled = False
-            try:
-                run(self)
-                _guard_hooks(self)
-            except (RestartAnalysis, BackendCompilerFailed):
-                raise
-            except Exception as error:
-                if has_regions:
-                    _trace_again_without(_without_regions, "regions")
-                note_failure(self.f_code)
-                if here not in _has_given_up and "No ops traced" not in str(error):  # else there is nothing to compile
-                    _has_given_up.add(here)
-                    _given_up[:] = [(self.output.compiler_fn, cause(error) + _hooked(modules, str(error)))]
-                    if _clear_ids not in callback_handler.end_callbacks:
-                        callback_handler.register_end_callback(_clear_ids)
-                sizes = getattr(self.output.shape_env, "var_to_range", ())
-                if any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in sizes):
-                    _trace_without_selections(self.output)
-                raise
-
-    return run_prepared
+    if not frames.is_ours(self.output.compiler_fn):
+        return run(self)
+    modules = list(modules_at_hand(self))
+    _prepare(Sharded, modules)
+    if _options_of(self.output.compiler_fn).fallback != "dense":  # dense runs need their checkpoints
+        _prepare(CheckpointFlags, modules)
+    _mark_at_hand(self)
+    note_trace(self.f_code)
+    here = CompileContext.current_compile_id()
+    with _no_collections(), traced_once(() if here in _without_regions else modules) as has_regions:
+        if has_regions:  # layers that are traced once never hit this cache, which costs a tenth of the time
+            self.output.fake_mode.cache_enabled = False
+        try:
+            run(self)
+            _guard_hooks(self)
+        except (RestartAnalysis, BackendCompilerFailed):
+            raise
+        except Exception as error:
+            if has_regions:
+                _trace_again_without(_without_regions, "regions")
+            note_failure(self.f_code)
+            if here not in _has_given_up and "No ops traced" not in str(error):  # else there is nothing to compile
+                _has_given_up.add(here)
+                _given_up[:] = [(self.output.compiler_fn, cause(error) + _hooked(modules, str(error)))]
+                if _clear_ids not in callback_handler.end_callbacks:
+                    callback_handler.register_end_callback(_clear_ids)
+            sizes = getattr(self.output.shape_env, "var_to_range", ())
+            if any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in sizes):
+                _trace_without_selections(self.output)
+            raise
 
 
-def _without_buckets(mode: Callable[[], str]) -> Callable[[], str]:
+@as_wrapper
+def _without_buckets(mode: Callable[[], str]) -> str:
     """Wrap Dynamo's choice of how to compile a module of DDP: by default it cuts the graph at the bounds of buckets.
 
     Our graphs stay whole. In a sweep of stages each layer hands out its gradients as it is done, so that buckets are
     reduced while layers below go backward.
     """
-
-    def mode_for_backend() -> str:
-        chosen, wrapper = mode(), frames.calling(frames.CatchErrorsWrapper)
-        if chosen != "ddp_optimizer" or wrapper is None:
-            return chosen
-        compiler: Any = wrapper._torchdynamo_orig_backend
-        return "no_optimization" if frames.is_ours(compiler._torchdynamo_orig_backend) else chosen
-
-    return mode_for_backend
+    chosen, wrapper = mode(), frames.calling(frames.CatchErrorsWrapper)
+    if chosen != "ddp_optimizer" or wrapper is None:
+        return chosen
+    compiler: Any = wrapper._torchdynamo_orig_backend
+    return "no_optimization" if frames.is_ours(compiler._torchdynamo_orig_backend) else chosen
 
 
 def _guard_hooks(tx: Any) -> None:
@@ -577,8 +564,7 @@ tracing.answer_with(_traces_for_this_backend)
 
 def graph_being_traced() -> fx.Graph:
     """Return the graph that the running trace adds nodes to."""
-    graph: fx.Graph = frames.calling(InstructionTranslator).output.graph  # type: ignore[union-attr]
-    return graph
+    return frames.calling(InstructionTranslator).output.graph  # type: ignore[union-attr]
 
 
 def is_tracing() -> bool:

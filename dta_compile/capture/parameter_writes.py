@@ -56,24 +56,20 @@ class ParameterWrites:
     module: fx.GraphModule
     writes: Mapping[int, Sequence[Write]]
 
-    def calling(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-        """Wrap a callable of the remaining graph as one of the captured graph."""
-
-        def write_and_run(*args: Any) -> Sequence[Any]:
-            owners = [arg.untyped_storage()._cdata if isinstance(arg, torch.Tensor) else None for arg in args]
-            for number, writes in self.writes.items():
-                if owners.count(owners[number]) > 1:
-                    raise RuntimeContractError(
-                        "the model writes to a parameter that has memory in common with another input",
-                        expected="tied weights that are one parameter",
-                        got=f"two tensors over the memory of a parameter of shape {list(args[number].shape)}",
-                        hint="assign one nn.Parameter to both modules, or write to it outside of the compiled function",
-                    )
-                for write in writes:
-                    write(args[number])
-            return run(*args)
-
-        return write_and_run
+    def call(self, run: Callable[..., Sequence[Any]], *args: Any) -> Sequence[Any]:
+        """Write, and call a callable of the remaining graph."""
+        owners = [arg.untyped_storage()._cdata if isinstance(arg, torch.Tensor) else None for arg in args]
+        for number, writes in self.writes.items():
+            if owners.count(owners[number]) > 1:
+                raise RuntimeContractError(
+                    "the model writes to a parameter that has memory in common with another input",
+                    expected="tied weights that are one parameter",
+                    got=f"two tensors over the memory of a parameter of shape {list(args[number].shape)}",
+                    hint="assign one nn.Parameter to both modules, or write to it outside of the compiled function",
+                )
+            for write in writes:
+                write(args[number])
+        return run(*args)
 
 
 @dataclasses.dataclass

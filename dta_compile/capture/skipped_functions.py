@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dta_compile.torch_compat import frames, wrap_once
+from dta_compile.torch_compat import as_wrapper, frames, wrap_once
 from dta_compile.torch_compat.dynamo import ConvertFrameReturn, input_codes, reset_code
 from dta_compile.torch_compat.tensors import dispatch_modes, inside_dispatch_mode
 
@@ -48,28 +48,26 @@ def _forget_if_failed(code: types.CodeType, handled: BaseException | None) -> No
         reset_code(code)
 
 
-def _skipping_while_it_fails(convert: Callable[..., Any]) -> Callable[..., Any]:
-    def __call__(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        code, with_gradients = frame.f_code, torch.is_grad_enabled()
-        skipped: set[types.CodeType] = vars(self).setdefault(SKIPPED, set())
-        if code in skipped and not with_gradients and code in input_codes:  # else Dynamo has been reset
-            return ConvertFrameReturn(apply_to_code=False)
-        result = convert(self, frame, *args, **kwargs)
-        failed = code in _failed
-        _failed.discard(code)
-        if result.guarded_code is not None:
-            if with_gradients:
-                skipped.discard(code)
-            return result
-        if inside_dispatch_mode() and frames.is_ours(self):
-            _say_dense(self)
-        elif failed and not with_gradients:
-            skipped.add(code)
-        else:
-            return result
-        return dataclasses.replace(result, apply_to_code=False)
-
-    return __call__
+@as_wrapper
+def _skipping_while_it_fails(convert: Callable[..., Any], self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+    code, with_gradients = frame.f_code, torch.is_grad_enabled()
+    skipped: set[types.CodeType] = vars(self).setdefault(SKIPPED, set())
+    if code in skipped and not with_gradients and code in input_codes:  # else Dynamo has been reset
+        return ConvertFrameReturn(apply_to_code=False)
+    result = convert(self, frame, *args, **kwargs)
+    failed = code in _failed
+    _failed.discard(code)
+    if result.guarded_code is not None:
+        if with_gradients:
+            skipped.discard(code)
+        return result
+    if inside_dispatch_mode() and frames.is_ours(self):
+        _say_dense(self)
+    elif failed and not with_gradients:
+        skipped.add(code)
+    else:
+        return result
+    return dataclasses.replace(result, apply_to_code=False)
 
 
 def _say_dense(callback: Any) -> None:

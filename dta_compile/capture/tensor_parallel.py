@@ -32,6 +32,7 @@ from dta_compile.torch_compat.tensors import DTensor
 # Operators that Dynamo captures for `dist.all_reduce`; their namespace is private to torch.
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce
 WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor
+VALUES = (torch.Tensor, torch.SymInt, torch.SymFloat, int, float)  # what inputs are, other than meshes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +49,10 @@ class LocalGraph:
     inputs: list[int]
     group: Any
 
-    def calling(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-        """Wrap a callable over local tensors as one over the inputs of the captured graph."""
-
-        def run_on_own(*args: Any) -> Sequence[Any]:
-            own = (args[i] for i in self.inputs)
-            return run(*(arg.to_local() if is_distributed(arg) else arg for arg in own))
-
-        return run_on_own
+    def call(self, run: Callable[..., Sequence[Any]], *args: Any) -> Sequence[Any]:
+        """Call a callable over local tensors with the inputs of the captured graph."""
+        own = (args[i] for i in self.inputs)
+        return run(*(arg.to_local() if is_distributed(arg) else arg for arg in own))
 
 
 @dataclasses.dataclass
@@ -122,7 +119,7 @@ class _Localiser:
         inputs = []
         for i, node in enumerate(placeholders):
             copy = self.parts[node].node if node in self.parts else self.copies[node]
-            if copy.users or self._is_value(node):
+            if copy.users or isinstance(node.meta.get("example_value"), VALUES):
                 inputs.append(i)
             else:
                 self.graph.erase_node(copy)  # a mesh
@@ -195,7 +192,9 @@ class _Localiser:
         self._refuse(node, "DTensor.to_local with other placements of gradients", f"{part.kind}, and {grad}")
 
     def _linear(self, node: fx.Node) -> _Part:
-        value, weight, bias = self._operands(node)
+        arguments = {"bias": None, **dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
+        value, weight = (self._part(arguments[name], node) for name in ("input", "weight"))
+        bias = None if arguments["bias"] is None else self._part(arguments["bias"], node)
         last, own_bias = value.node.meta["example_value"].dim() - 1, None if bias is None else bias.node
         match (value.kind, value.dim), (weight.kind, weight.dim), None if bias is None else (bias.kind, bias.dim):
             case ("replicated", _), ("replicated", _), None | ("replicated", _):
@@ -219,7 +218,7 @@ class _Localiser:
         if weight.kind == "replicated" or weight.dim == 1:
             return self._placed(node, self._call(F.embedding, ids.node, weight.node, padding))
         rows = node.meta["example_value"].device_mesh.get_local_rank() * weight.node.meta["example_value"].shape[0]
-        count = self._whole(bound.arguments["weight"]).shape[0]
+        count = bound.arguments["weight"].meta["example_value"].shape[0]
         padding = -1 if padding is None else padding % count
         return _Part(self._call(collectives.EMBEDDING_PART, weight.node, ids.node, rows, padding), "partial")
 
@@ -237,12 +236,6 @@ class _Localiser:
         self._refuse(node, "an operation on a DTensor that is not supported", name)
 
     # ---- Parts
-
-    def _operands(self, node: fx.Node) -> tuple[_Part, _Part, _Part | None]:
-        arguments = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
-        bias = arguments.get("bias")
-        value, weight = (self._part(arguments[name], node) for name in ("input", "weight"))
-        return value, weight, None if bias is None else self._part(bias, node)
 
     def _part(self, arg: Any, node: fx.Node) -> _Part:
         if arg not in self.parts:
@@ -332,9 +325,6 @@ class _Localiser:
     def _group_name(self) -> str:
         return collectives.known_as(self.group)
 
-    def _is_value(self, node: fx.Node) -> bool:
-        return isinstance(node.meta.get("example_value"), (torch.Tensor, torch.SymInt, torch.SymFloat, int, float))
-
     # ---- Refusals
 
     def _require_known(self, node: fx.Node, function: str, arguments: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -345,10 +335,6 @@ class _Localiser:
         for name, value in arguments.items():
             if name not in known and value is not None and value is not False:
                 self._refuse(node, f"{function} with {name}", f"{name}={value}")
-
-    def _whole(self, node: fx.Node) -> torch.Tensor:
-        value: torch.Tensor = node.meta["example_value"]
-        return value
 
     def _placements(self, node: fx.Node) -> str:
         value: Any = node.meta["example_value"]

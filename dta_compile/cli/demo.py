@@ -87,8 +87,7 @@ def build_model(vocabulary: int, seed: int) -> torch.nn.Module:
         tie_word_embeddings=True,
         use_cache=False,
     )
-    model: torch.nn.Module = Qwen3ForCausalLM(config).train()
-    return model
+    return Qwen3ForCausalLM(config).train()
 
 
 def token_values(model: torch.nn.Module) -> TokenValues:

@@ -132,26 +132,25 @@ def _loss_of(
     tree_tokens = PrefixTree.build(changed).num_rows
     examples = tuple(_examples(batch, comparisons, undone)) if name in ADVICE else ()
     tokens = sum(map(len, changed))
-    again = tuple(
-        (comparison.sequence, hunk.b1, hunk.b1 + hunk.run)
-        for comparison in comparisons
-        for hunk, cause in zip(comparison.hunks, comparison.causes, strict=True)
-        if undone(cause)
-    )
+    again = tuple((pair.sequence, hunk.b1, hunk.b1 + hunk.run) for pair, hunk in _differences(comparisons, undone))
     return CauseOfLoss(name, places, before - tree_tokens, tokens, tree_tokens, examples, ADVICE.get(name, ""), again)
+
+
+def _differences(
+    comparisons: Sequence[Comparison], is_wanted: Callable[[str], bool]
+) -> Iterator[tuple[Comparison, Hunk]]:
+    """Yield the differences of some causes, each with its comparison."""
+    for comparison in comparisons:
+        for hunk, cause in zip(comparison.hunks, comparison.causes, strict=True):
+            if is_wanted(cause):
+                yield comparison, hunk
 
 
 def _examples(batch: Batch, comparisons: Sequence[Comparison], undone: Callable[[str], bool]) -> Iterator[Place]:
     """Yield the occurrences with the longest equal runs after them, one per reference."""
-    occurrences = [
-        (hunk.run, comparison, hunk)
-        for comparison in comparisons
-        for hunk, cause in zip(comparison.hunks, comparison.causes, strict=True)
-        if undone(cause)
-    ]
-    occurrences.sort(key=lambda entry: (-entry[0], entry[1].sequence))
     seen: set[int] = set()
-    for _, comparison, hunk in occurrences:
+    occurrences = _differences(comparisons, undone)
+    for comparison, hunk in sorted(occurrences, key=lambda entry: (-entry[1].run, entry[0].sequence)):
         if comparison.reference not in seen:
             seen.add(comparison.reference)
             yield _place(batch, comparison, hunk)
@@ -178,12 +177,8 @@ def _reclassify_thinking(batch: Batch, comparisons: list[Comparison]) -> list[Co
 
     For batches without a tokenizer, which would show the tags, and without the policy's spans, which `compare` uses.
     """
-    blocks = [
-        batch.arrays[comparison.reference][hunk.a0 : hunk.a1]
-        for comparison in comparisons
-        for hunk, cause in zip(comparison.hunks, comparison.causes, strict=True)
-        if cause == REMOVED
-    ]
+    removed = _differences(comparisons, REMOVED.__eq__)
+    blocks = [batch.arrays[comparison.reference][hunk.a0 : hunk.a1] for comparison, hunk in removed]
     if batch.decode is not None or len(blocks) < LEAST_BLOCKS:
         return comparisons
     alike = [max(Counter(int(block[index]) for block in blocks).values()) for index in (0, -1)]

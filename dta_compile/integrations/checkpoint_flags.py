@@ -22,14 +22,13 @@ COMPOSABLE = "torch.distributed._composable.checkpoint_activation"  # its hooks 
 
 
 class _OfThread(threading.local):
-    """For each running call of a compiled callable in this thread, innermost last: modules whose flags it hides.
+    """For each running call of a compiled callable in this thread, innermost last, what it hides.
 
-    `checkpointed` says for each whether it hides checkpoints that are hooks.
+    These are modules with flags, and whether it hides checkpoints that are hooks.
     """
 
     def __init__(self) -> None:
-        self.hidden: list[list[nn.Module]] = []
-        self.checkpointed: list[bool] = []
+        self.hidden: list[tuple[list[nn.Module], bool]] = []
 
 
 _of_thread = _OfThread()
@@ -37,13 +36,13 @@ _of_thread = _OfThread()
 
 def is_hidden() -> bool:
     """Return whether gradient checkpointing is on outside the running compiled calls."""
-    return any(_of_thread.hidden) or any(_of_thread.checkpointed)
+    return any(flagged or has_checkpoints for flagged, has_checkpoints in _of_thread.hidden)
 
 
 @contextlib.contextmanager
 def shown(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restore hidden flags of modules that run as they are inside of a call, such as encoders of images."""
-    hidden = {module for of_call in _of_thread.hidden for module in of_call}
+    hidden = {module for of_call, _ in _of_thread.hidden for module in of_call}
     flagged = [part for module in modules for part in module.modules() if part in hidden]
     for part in flagged:
         part.__dict__[FLAG] = True
@@ -85,12 +84,11 @@ class CheckpointFlags:
             for key, hook in all_hooks.items():
                 if _is_hidden(hook):
                     del of_module[key]
-        _of_thread.hidden.append(flagged)
-        _of_thread.checkpointed.append(any(_is_checkpoint(hook) for _, known in before for hook in known.values()))
+        has_checkpoints = any(_is_checkpoint(hook) for _, known in before for hook in known.values())
+        _of_thread.hidden.append((flagged, has_checkpoints))
 
         def leave() -> None:
             _of_thread.hidden.pop()
-            _of_thread.checkpointed.pop()
             for module in flagged:
                 module.__dict__[FLAG] = True
             for of_module, all_hooks in before:

@@ -28,21 +28,6 @@ from dta_compile.integrations.tracing import traces_for_this_backend
 from dta_compile.torch_compat.autograd import current_backward
 from dta_compile.torch_compat.dynamo import skip_code
 
-__all__ = [
-    "Gathered",
-    "Sharded",
-    "bytes_of_gradients",
-    "bytes_of_parameters",
-    "bytes_of_running",
-    "free",
-    "groups_of",
-    "held",
-    "keeping",
-    "reading_gathered",
-    "running",
-    "show_unsharded",
-]
-
 logger = logging.getLogger("dta_compile")
 
 # By FSDP2 state, one of the modules that share it, in the order of the model.

@@ -44,7 +44,9 @@ class LayerGroups:
 
     def begin(self, part: int) -> None:
         """Gather the groups that a part reads, and prefetch those of the next part."""
-        self._gather(part)
+        for state in self._of(part):
+            if (handle := self.modules[state].unshard(async_op=True)) is not None:
+                handle.wait()
         for state in self._of(part + 1):
             self.modules[state].unshard(async_op=True)
 
@@ -128,11 +130,6 @@ class LayerGroups:
     def most(self, *mine: int) -> list[int]:
         """Return the largest of each number over the ranks that share parameters with this one."""
         return _most(self.modules, *mine)
-
-    def _gather(self, part: int) -> None:
-        for state in self._of(part):
-            if (handle := self.modules[state].unshard(async_op=True)) is not None:
-                handle.wait()
 
     def _of(self, part: int) -> Sequence[Any]:
         return self.parts[part] if 0 <= part < len(self.parts) else ()
@@ -234,8 +231,7 @@ def _most(states: Iterable[Any], *mine: int) -> list[int]:
     for name in ("shard_process_group", "replicate_process_group"):
         if (process_group := getattr(group.mesh_info, name, None)) is not None:
             dist.all_reduce(said, dist.ReduceOp.MAX, process_group)
-    numbers: list[int] = said.tolist()
-    return numbers
+    return said.tolist()
 
 
 def _memory(tensor: torch.Tensor) -> int:

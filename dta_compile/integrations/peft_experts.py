@@ -15,8 +15,6 @@ from peft.tuners.lora.layer import ParamWrapper
 from dta_compile.integrations.tracing import in_our_graphs
 from dta_compile.integrations.transformers_experts import PARAMETERS, LowRank, experts_forward, is_declared
 
-__all__: list[str] = []
-
 
 def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run the experts under one or several wrappers, with their active adapters; `NotImplemented` for other calls."""

@@ -107,14 +107,6 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
         if self._sampler is not None:
             self._sampler.epoch = int(state.epoch or 0)
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Compare after each batch of an optimizer step but the last."""
-        self._compare_if_due(args)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Compare after an optimizer step."""
-        self._compare_if_due(args)
-
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the wrapper from the model, which stays compiled."""
         if self._compiled is not None:
@@ -139,7 +131,8 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
         self._compiled, self._call = module, call
         module._compiled_call_impl = call_aligned
 
-    def _compare_if_due(self, args: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Compare the batches once those of an optimizer step, or of a generation, have been seen."""
         per_generation = getattr(args, "steps_per_generation", None) or 1
         if not self._observes or len(self._batches) < max(args.gradient_accumulation_steps, per_generation):
             return
@@ -158,6 +151,8 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
                 "DTACallback(group_rows=True) order them",
                 self.possible,
             )
+
+    on_substep_end = on_step_end  # called after each batch of an optimizer step but the last
 
 
 def group_rows(args: Any, loader: Any) -> PrefixSampler:

@@ -82,8 +82,7 @@ def _forward(
         for inner, outer, scaling in _factors(self, "down_proj", adapters):
             narrow = expert_linear(rows, top_k_index, inner, transposed=transposed)
             out = out + expert_sum(narrow, top_k_index, top_k_weights, outer, transposed=transposed) * scaling
-    result: torch.Tensor = out.to(hidden_states.dtype)
-    return result
+    return out.to(hidden_states.dtype)
 
 
 def _on_each_slot(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,6 @@ from trl.trainer import utils
 
 from dta_compile.integrations.tracing import in_our_graphs
 
-__all__: list[str] = []
-
 # Columns of the vocabulary per block in the search for the most likely token, so that a metric keeps no [tokens, V]
 # tensor alive. Less than the smallest vocabulary that the pass `lm_head` takes for a head.
 BLOCK = 2**14

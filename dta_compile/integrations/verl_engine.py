@@ -237,8 +237,7 @@ def _without_flash_attention() -> Iterator[None]:
 
     def installed(self: Any, requested: str | None, *args: Any, **kwargs: Any) -> str:
         asks = (requested or "").startswith("flash_attention") and not is_flash_attn_2_available()
-        implementation: str = chosen(self, "sdpa" if asks else requested, *args, **kwargs)
-        return implementation
+        return chosen(self, "sdpa" if asks else requested, *args, **kwargs)
 
     with mock.patch.object(PreTrainedModel, "get_correct_attn_implementation", installed):
         yield
@@ -353,8 +352,7 @@ def _log_prob_clamp(micro_batch: Any, loss_function: Any) -> float | None:
             expected="partial(distillation_ppo_loss, ..., distillation_config=...), as verl's workers pass it",
             hint="use strategy=fsdp2 for a loss of your own that reads logits",
         )
-    clamp: float | None = config.distillation_loss.log_prob_min_clamp
-    return clamp
+    return config.distillation_loss.log_prob_min_clamp
 
 
 def _distilled(student: torch.Tensor, teacher: Teacher) -> Values:
@@ -413,8 +411,7 @@ class _Rows(NamedTuple):
 
 def _padded(values: torch.Tensor, offsets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     nested = torch.nested.nested_tensor_from_jagged(values, offsets)
-    padded: torch.Tensor = torch.nested.to_padded_tensor(nested, 0, output_size=(*mask.shape, *values.shape[1:]))
-    return padded
+    return torch.nested.to_padded_tensor(nested, 0, output_size=(*mask.shape, *values.shape[1:]))
 
 
 @EngineRegistry.register(model_type="value_model", backend="dta", device=DEVICES)

@@ -10,7 +10,7 @@ import io
 import pickle
 import types
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -79,61 +79,51 @@ def tensor_of(
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         """Reduce an object by `REDUCERS`; pickle calls this except for built-in containers, numbers and strings."""
-        for kind, reduce in self.REDUCERS:
+        for kind, reduce in REDUCERS:
             if isinstance(value, kind):
                 return reduce(value)
         return NotImplemented
 
-    @staticmethod
-    def _operator(operator: OpOverload) -> Any:
-        namespace, _, name = operator._schema.name.partition("::")
-        if namespace not in NAMESPACES:
-            raise NotKept(f"{operator}")
-        return operator_named, (namespace, name, operator._overloadname)
 
-    @staticmethod
-    def _tensor(value: torch.Tensor) -> Any:
-        is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
-        is_expanded = any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True))
-        if not is_plain or is_expanded or value.is_meta or value.nbytes > MOST_BYTES:
-            raise NotKept(f"a tensor of type {type(value).__name__} of {tuple(value.shape)}")
-        entries = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
-        data = entries.numpy().tobytes()
-        return tensor_of, (data, value.dtype, tuple(value.shape), value.stride(), value.device)
-
-    @staticmethod
-    def _constant_of_torch(value: Any) -> Any:
-        return of_torch, (str(value).removeprefix("torch."),)
-
-    @staticmethod
-    def _mapping(mapping: types.MappingProxyType[Any, Any]) -> Any:
-        return dict, (dict(mapping),)
-
-    @staticmethod
-    def _function(function: Any) -> Any:
-        if not is_known_function(function):
-            raise NotKept(f"a call of {function}")
-        name: str = function.__name__
-        return (of_torch, (name,)) if getattr(torch, name, None) is function else NotImplemented
-
-    @staticmethod
-    def _class(kind: type) -> Any:
-        if not _may_be_read(kind.__module__, kind.__qualname__):
-            raise NotKept(f"{kind}")
-        return NotImplemented
-
-    # The most frequent kinds come first.
-    REDUCERS: ClassVar[tuple[tuple[Any, Callable[[Any], Any]], ...]] = ()
+def _operator(operator: OpOverload) -> Any:
+    namespace, _, name = operator._schema.name.partition("::")
+    if namespace not in NAMESPACES:
+        raise NotKept(f"{operator}")
+    return operator_named, (namespace, name, operator._overloadname)
 
 
-_Pickler.REDUCERS = (
+def _tensor(value: torch.Tensor) -> Any:
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    is_expanded = any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True))
+    if not is_plain or is_expanded or value.is_meta or value.nbytes > MOST_BYTES:
+        raise NotKept(f"a tensor of type {type(value).__name__} of {tuple(value.shape)}")
+    entries = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+    data = entries.numpy().tobytes()
+    return tensor_of, (data, value.dtype, tuple(value.shape), value.stride(), value.device)
+
+
+def _function(function: Any) -> Any:
+    if not is_known_function(function):
+        raise NotKept(f"a call of {function}")
+    name: str = function.__name__
+    return (of_torch, (name,)) if getattr(torch, name, None) is function else NotImplemented
+
+
+def _class(kind: type) -> Any:
+    if not _may_be_read(kind.__module__, kind.__qualname__):
+        raise NotKept(f"{kind}")
+    return NotImplemented
+
+
+# By kind of object; the most frequent kinds come first.
+REDUCERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (WITH_TABLES, as_tables),
-    (OpOverload, _Pickler._operator),
-    (torch.Tensor, _Pickler._tensor),
-    ((torch.dtype, torch.layout, torch.memory_format), _Pickler._constant_of_torch),
-    (types.MappingProxyType, _Pickler._mapping),
-    ((types.FunctionType, *C_FUNCTIONS), _Pickler._function),
-    (type, _Pickler._class),
+    (OpOverload, _operator),
+    (torch.Tensor, _tensor),
+    ((torch.dtype, torch.layout, torch.memory_format), lambda value: (of_torch, (str(value).removeprefix("torch."),))),
+    (types.MappingProxyType, lambda mapping: (dict, (dict(mapping),))),
+    ((types.FunctionType, *C_FUNCTIONS), _function),
+    (type, _class),
 )
 
 

@@ -47,6 +47,19 @@ def wrap_once(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         setattr(owner, name, wrapped)
 
 
+def as_wrapper(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Make a wrapper for `wrap_once` of a function that is given the original, then the arguments of a call.
+
+    A call takes a frame more than that of a wrapper written out, as those are that call themselves again and again.
+    """
+
+    @functools.wraps(replacement)
+    def wrapper(original: Any) -> Any:
+        return lambda *args, **kwargs: replacement(original, *args, **kwargs)
+
+    return wrapper
+
+
 def _probe() -> None:
     """Import the modules; raise one `MissingTorchPartError` that lists all that torch lacks."""
     missing: list[MissingTorchPartError] = []

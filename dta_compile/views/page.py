@@ -224,8 +224,7 @@ def _kept(lengths: Integers, ends: int) -> npt.NDArray[np.bool_]:
     """Mark the tokens that are among the first or last `ends` of their segment."""
     first = np.repeat(np.cumsum(lengths) - lengths, lengths)
     inside = np.arange(len(first)) - first
-    kept: npt.NDArray[np.bool_] = (inside < ends) | (inside >= np.repeat(lengths, lengths) - ends)
-    return kept
+    return (inside < ends) | (inside >= np.repeat(lengths, lengths) - ends)
 
 
 def _neighbours(lengths: Integers, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

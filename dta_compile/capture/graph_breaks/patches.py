@@ -16,7 +16,7 @@ import torch
 from dta_compile.attributes import attribute_set
 from dta_compile.capture import dynamo
 from dta_compile.capture.graph_breaks import hit_loops, selected_branches
-from dta_compile.torch_compat import frames, wrap_once
+from dta_compile.torch_compat import as_wrapper, frames, wrap_once
 from dta_compile.torch_compat.autograd import get_inplace_requires_grad_allowed, set_inplace_requires_grad_allowed
 from dta_compile.torch_compat.dynamo import (
     ConstantVariable,
@@ -56,15 +56,12 @@ def avoid() -> None:
         wrap_once(owner, name, patched)
 
 
-def _specialising_bools(call: Callable[..., Any]) -> Callable[..., Any]:
+@as_wrapper
+def _specialising_bools(call: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Specialise symbolic bools among attention's arguments, as in `is_causal=tokens > 1`, under a guard."""
-
-    def call_function(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if self.value is torch.nn.functional.scaled_dot_product_attention and frames.is_ours(tx.output.compiler_fn):
-            args, kwargs = [*map(_as_bool, args)], {name: _as_bool(value) for name, value in kwargs.items()}
-        return call(self, tx, args, kwargs)
-
-    return call_function
+    if self.value is torch.nn.functional.scaled_dot_product_attention and frames.is_ours(tx.output.compiler_fn):
+        args, kwargs = [*map(_as_bool, args)], {name: _as_bool(value) for name, value in kwargs.items()}
+    return call(self, tx, args, kwargs)
 
 
 def _as_bool(value: Any) -> Any:
@@ -73,38 +70,31 @@ def _as_bool(value: Any) -> Any:
     return value
 
 
-def _naming_modules(call: Callable[..., Any]) -> Callable[..., Any]:
+@as_wrapper
+def _naming_modules(call: Callable[..., Any], self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """Trace `type(weight).__module__.startswith(...)`, by which PEFT asks whether a weight is quantised."""
-
-    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        is_class = isinstance(self.obj, TorchInGraphFunctionVariable) and isinstance(self.obj.value, type)
-        if is_class and self.name == "__module__" and frames.is_ours(tx.output.compiler_fn):
-            return ConstantVariable.create(self.obj.value.__module__).call_method(tx, name, args, kwargs)
-        return call(self, tx, name, args, kwargs)
-
-    return call_method
+    is_class = isinstance(self.obj, TorchInGraphFunctionVariable) and isinstance(self.obj.value, type)
+    if is_class and self.name == "__module__" and frames.is_ours(tx.output.compiler_fn):
+        return ConstantVariable.create(self.obj.value.__module__).call_method(tx, name, args, kwargs)
+    return call(self, tx, name, args, kwargs)
 
 
-def _function_along_dim(call: Callable[..., Any]) -> Callable[..., Any]:
+@as_wrapper
+def _function_along_dim(call: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Trace `torch.take_along_dim` by our definition."""
-
-    def call_function(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if self.value is torch.take_along_dim and "out" not in kwargs and frames.is_ours(tx.output.compiler_fn):
-            return VariableTracker.build(tx, _take_along_dim).call_function(tx, args, kwargs)
-        return call(self, tx, args, kwargs)
-
-    return call_function
+    if self.value is torch.take_along_dim and "out" not in kwargs and frames.is_ours(tx.output.compiler_fn):
+        return VariableTracker.build(tx, _take_along_dim).call_function(tx, args, kwargs)
+    return call(self, tx, args, kwargs)
 
 
-def _method_along_dim(call: Callable[..., Any]) -> Callable[..., Any]:
+@as_wrapper
+def _method_along_dim(
+    call: Callable[..., Any], self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]
+) -> Any:
     """Trace `Tensor.take_along_dim` by our definition."""
-
-    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        if name == "take_along_dim" and frames.is_ours(tx.output.compiler_fn):
-            return VariableTracker.build(tx, _take_along_dim).call_function(tx, [self, *args], kwargs)
-        return call(self, tx, name, args, kwargs)
-
-    return call_method
+    if name == "take_along_dim" and frames.is_ours(tx.output.compiler_fn):
+        return VariableTracker.build(tx, _take_along_dim).call_function(tx, [self, *args], kwargs)
+    return call(self, tx, name, args, kwargs)
 
 
 def _take_along_dim(input: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor:
@@ -118,63 +108,54 @@ def _take_along_dim(input: torch.Tensor, indices: torch.Tensor, dim: int | None 
     return input.gather(axis, indices % input.shape[axis])
 
 
-def _tracing_requires_grad(method: Callable[..., Any]) -> Callable[..., Any]:
+@as_wrapper
+def _tracing_requires_grad(method: Callable[..., Any], self: Any, tx: Any, requires_grad: Any = True) -> Any:
     """Trace `requires_grad_()` of a computed value, which PEFT's hook for checkpoints calls on embeddings.
 
     It changes no gradient of a parameter, so the graph only records that the value requires a gradient.
     """
-
-    def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
-        asked = requires_grad is True or (requires_grad is not False and requires_grad.as_python_constant())
-        value = self.as_proxy().node.meta["example_value"]
-        if not asked or self.source or value.requires_grad or not frames.is_ours(tx.output.compiler_fn):
-            return method(self, tx, requires_grad)
-        before = get_inplace_requires_grad_allowed()
-        set_inplace_requires_grad_allowed(True)
-        try:
-            value.requires_grad_()
-        finally:
-            set_inplace_requires_grad_allowed(before)
-        self.requires_grad = True
-        return self
-
-    return method_requires_grad_
+    asked = requires_grad is True or (requires_grad is not False and requires_grad.as_python_constant())
+    value = self.as_proxy().node.meta["example_value"]
+    if not asked or self.source or value.requires_grad or not frames.is_ours(tx.output.compiler_fn):
+        return method(self, tx, requires_grad)
+    before = get_inplace_requires_grad_allowed()
+    set_inplace_requires_grad_allowed(True)
+    try:
+        value.requires_grad_()
+    finally:
+        set_inplace_requires_grad_allowed(before)
+    self.requires_grad = True
+    return self
 
 
-def _tracing_tolist(method: Callable[..., Any]) -> Callable[..., Any]:
+@as_wrapper
+def _tracing_tolist(method: Callable[..., Any], self: Any, tx: Any) -> Any:
     """Trace `counts.tolist()` as unbacked SymInts: sizes of groups of slots, which `lower` does without.
 
     The numbers of `bincount(experts, minlength=E)` are E if no index is larger, which the size of a list has to tell.
     """
-
-    def method_tolist(self: Any, tx: Any) -> Any:
-        if not dynamo.traces_selections(tx.output):
-            return method(self, tx)
-        node = self.as_proxy().node
-        is_loop = self.ndim == 1 and tx.instructions[tx.instruction_pointer].opname == "GET_ITER"
-        iterates = is_loop and dynamo.takes_branches(tx.output)
-        if iterates and (iterator := hit_loops.iterator(tx, self, as_integers=True)) is not None:
-            return iterator
-        least = node.kwargs.get("minlength") if getattr(node.target, "__name__", node.target) == "bincount" else None
-        if type(least) is int:
-            first = SliceVariable([ConstantVariable.create(i) for i in (None, least, None)], tx)
-            self = self.call_method(tx, "__getitem__", [first], {})
-        with _sizes_of_data(tx.output):
-            return method(self, tx)
-
-    return method_tolist
+    if not dynamo.traces_selections(tx.output):
+        return method(self, tx)
+    node = self.as_proxy().node
+    is_loop = self.ndim == 1 and tx.instructions[tx.instruction_pointer].opname == "GET_ITER"
+    iterates = is_loop and dynamo.takes_branches(tx.output)
+    if iterates and (iterator := hit_loops.iterator(tx, self, as_integers=True)) is not None:
+        return iterator
+    least = node.kwargs.get("minlength") if getattr(node.target, "__name__", node.target) == "bincount" else None
+    if type(least) is int:
+        first = SliceVariable([ConstantVariable.create(i) for i in (None, least, None)], tx)
+        self = self.call_method(tx, "__getitem__", [first], {})
+    with _sizes_of_data(tx.output):
+        return method(self, tx)
 
 
-def _tracing_sizes(call: Callable[..., Any]) -> Callable[..., Any]:
+@as_wrapper
+def _tracing_sizes(call: Callable[..., Any], self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """Trace `x.new_zeros(mask.sum(), n)`, which has a row for each selected token."""
-
-    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        if name != "new_zeros" or not dynamo.traces_selections(tx.output):
-            return call(self, tx, name, args, kwargs)
-        with _sizes_of_data(tx.output):
-            return call(self, tx, name, args, kwargs)
-
-    return call_method
+    if name != "new_zeros" or not dynamo.traces_selections(tx.output):
+        return call(self, tx, name, args, kwargs)
+    with _sizes_of_data(tx.output):
+        return call(self, tx, name, args, kwargs)
 
 
 def _sizes_of_data(output_graph: Any) -> contextlib.AbstractContextManager[None]:
@@ -182,22 +163,19 @@ def _sizes_of_data(output_graph: Any) -> contextlib.AbstractContextManager[None]
     return attribute_set(output_graph.fake_mode, "allow_scalar_outputs", True)
 
 
-def _tracing_item(method: Callable[..., Any]) -> Callable[..., Any]:
+@as_wrapper
+def _tracing_item(method: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """Trace `item()` of a number that is known, and in `assert x.max().item() < n`, which asks about a tensor as well.
 
     Dynamo keeps an assertion about a tensor in the captured graph. The self-check runs it; the tree does not, since
     no output depends on it.
     """
-
-    def method_item(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        if not dynamo.traces_selections(tx.output):
-            return method(self, tx, *args, **kwargs)
-        if (number := hit_loops.known_number(self)) is not None:
-            return ConstantVariable.create(number)
-        is_integer = self.ndim == 0 and self.dtype in (torch.int64, torch.int32)
-        return self if is_integer and _is_asserted(tx) else method(self, tx, *args, **kwargs)
-
-    return method_item
+    if not dynamo.traces_selections(tx.output):
+        return method(self, tx, *args, **kwargs)
+    if (number := hit_loops.known_number(self)) is not None:
+        return ConstantVariable.create(number)
+    is_integer = self.ndim == 0 and self.dtype in (torch.int64, torch.int32)
+    return self if is_integer and _is_asserted(tx) else method(self, tx, *args, **kwargs)
 
 
 def _is_asserted(translator: Any) -> bool:

@@ -23,6 +23,7 @@ from torch import fx
 from dta_compile.capture import dynamo
 from dta_compile.capture.graph_breaks import hit_loops, questions, selections
 from dta_compile.passes.program import memory, name_of
+from dta_compile.torch_compat import as_wrapper
 from dta_compile.torch_compat.dynamo import (
     BaseListVariable,
     ConstantVariable,
@@ -89,27 +90,21 @@ def taking_branches(step: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return step_taking_branches
 
 
-def refusing_open_branches(compile_subgraph: Callable[..., Any]) -> Callable[..., Any]:
+@as_wrapper
+def refusing_open_branches(compile_subgraph: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap Dynamo's end of a graph: it must not be within a branch, which would then be taken whatever is selected."""
-
-    def compile_subgraph_outside(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _open(self):
-            dynamo.trace_without_branches()
-        return compile_subgraph(self, *args, **kwargs)
-
-    return compile_subgraph_outside
+    if _open(self):
+        dynamo.trace_without_branches()
+    return compile_subgraph(self, *args, **kwargs)
 
 
-def noting_mutations(mutation: Callable[..., None]) -> Callable[..., None]:
+@as_wrapper
+def noting_mutations(mutation: Callable[..., None], self: Any, var: Any) -> None:
     """Wrap what Dynamo calls where a list, a dictionary or the like changes, to note it for open branches."""
-
-    def mutation_noted(self: Any, var: Any) -> None:
-        for branch in _open(self.output_graph_weakref()):
-            if id(var) in branch.known and not isinstance(var, hit_loops.HitIterator):
-                dynamo.trace_without_branches()
-        mutation(self, var)
-
-    return mutation_noted
+    for branch in _open(self.output_graph_weakref()):
+        if id(var) in branch.known and not isinstance(var, hit_loops.HitIterator):
+            dynamo.trace_without_branches()
+    mutation(self, var)
 
 
 def _open(output: Any) -> list[_Branch]:

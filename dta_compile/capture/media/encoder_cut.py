@@ -58,32 +58,28 @@ class EncoderCalls:
     read: int
     returned: Mapping[int, tuple[int, tuple[int, ...]]]
 
-    def calling(
-        self, run: Callable[..., Sequence[Any]], note: Callable[[str, float, int], None], budget: int | None
-    ) -> Callable[..., Sequence[Any]]:
-        """Wrap a callable of the remaining graph as one over the inputs of the captured graph.
+    def call(
+        self, run: Callable[..., Sequence[Any]], note: Callable[[str, float, int], None], budget: int | None, *args: Any
+    ) -> Sequence[Any]:
+        """Call a callable of the remaining graph with the inputs of the captured graph.
 
         Args:
             note: is given a sentence on what was encoded, the bytes that it keeps and the groups, after each call.
             budget: bytes of activations that each encoder may keep; None: by the device's free memory.
         """
-
-        def run_encoded(*args: Any) -> Sequence[Any]:
-            gather_to_encode(bool(self.calls))
-            encoders = _Distinct(self.before, budget)
-            results = encoders.run(*(args[number] for number in self.inputs))
-            features, computed = results[: len(self.calls)], results[len(self.calls) :]
-            rows = [encoders.rows_of(call, made) for call, made in zip(self.calls, features, strict=True)]
-            pairs = zip(map(as_table, features[: self.read]), rows, strict=False)
-            outputs = list(run(*args, *(value for pair in pairs for value in pair), *computed))
-            for number, (i, shape) in self.returned.items():
-                made = features[i].flatten()[:, None] if features[i].dtype is torch.bool else features[i]
-                outputs[number] = as_table(made)[rows[i]].reshape(shape)
-            for encoder in encoders.ran:
-                note(encoder.note, encoder.kept_bytes, encoder.groups)
-            return outputs
-
-        return run_encoded
+        gather_to_encode(bool(self.calls))
+        encoders = _Distinct(self.before, budget)
+        results = encoders.run(*(args[number] for number in self.inputs))
+        features, computed = results[: len(self.calls)], results[len(self.calls) :]
+        rows = [encoders.rows_of(call, made) for call, made in zip(self.calls, features, strict=True)]
+        pairs = zip(map(as_table, features[: self.read]), rows, strict=False)
+        outputs = list(run(*args, *(value for pair in pairs for value in pair), *computed))
+        for number, (i, shape) in self.returned.items():
+            made = features[i].flatten()[:, None] if features[i].dtype is torch.bool else features[i]
+            outputs[number] = as_table(made)[rows[i]].reshape(shape)
+        for encoder in encoders.ran:
+            note(encoder.note, encoder.kept_bytes, encoder.groups)
+        return outputs
 
 
 class _Distinct(fx.Interpreter):

@@ -14,7 +14,7 @@ from dta_compile.capture.media.encoder_calls import constant, encode, guard_trai
 from dta_compile.integrations.tracing import traces_for_this_backend
 from dta_compile.runtime.encoders.encoder import encoder_of
 from dta_compile.runtime.encoders.modules import IDS, TOKENS, EncoderModule
-from dta_compile.torch_compat import TAKES_MODULES, frames, wrap_once
+from dta_compile.torch_compat import TAKES_MODULES, as_wrapper, frames, wrap_once
 from dta_compile.torch_compat.dynamo import InstructionTranslator
 
 
@@ -62,20 +62,17 @@ def _token(handle: int) -> int | None:
     return encoder.token
 
 
-def _with_modules(run: Callable[[Any], None]) -> Callable[[Any], None]:
+@as_wrapper
+def _with_modules(run: Callable[[Any], None], self: Any) -> None:
     """Wrap modules that need both ids and embeddings, and have no such modules inside, before a function is traced."""
-
-    def run_with_modules(self: Any) -> None:
-        if frames.is_ours(self.output.compiler_fn):
-            parts: list[Any] = [part for module in modules_at_hand(self) for part in module.modules()]
-            kinds: dict[Any, Any] = {part: type(part) for part in parts}
-            taking = {part: kind for part, kind in kinds.items() if _takes_tokens(kind)}
-            for part, kind in taking.items():
-                if not any(other is not part and other in taking for other in part.modules()):
-                    wrap_once(kind, "forward", _putting)
-        run(self)
-
-    return run_with_modules
+    if frames.is_ours(self.output.compiler_fn):
+        parts: list[Any] = [part for module in modules_at_hand(self) for part in module.modules()]
+        kinds: dict[Any, Any] = {part: type(part) for part in parts}
+        taking = {part: kind for part, kind in kinds.items() if _takes_tokens(kind)}
+        for part, kind in taking.items():
+            if not any(other is not part and other in taking for other in part.modules()):
+                wrap_once(kind, "forward", _putting)
+    run(self)
 
 
 @functools.cache

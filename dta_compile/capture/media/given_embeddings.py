@@ -50,24 +50,18 @@ class GivenEmbeddings:
     module: fx.GraphModule
     inputs: Sequence[tuple[int, int, bool]]
 
-    def calling(
-        self, run: Callable[..., Sequence[Any]], note_unshared: Callable[[], None]
-    ) -> Callable[..., Sequence[Any]]:
-        """Wrap a callable of the graph as one over the inputs of the captured graph.
+    def call(self, run: Callable[..., Sequence[Any]], note_unshared: Callable[[], None], *args: Any) -> Sequence[Any]:
+        """Call a callable of the graph with the inputs of the captured graph.
 
         `note_unshared` is called after calls in which rows share nothing from given embeddings on.
         """
-
-        def run_given(*args: Any) -> Sequence[Any]:
-            tables = [_table_of(args[i], counted) for i, counted, _ in self.inputs]
-            given = {i: args[i].data for i, _, _ in self.inputs}  # of which nothing is read: no reference to the tensor
-            args = tuple(given.get(i, value) for i, value in enumerate(args))
-            results = run(*args, *(value for table in tables for value in table))
-            if any(of_rows for _, _, of_rows in self.inputs):
-                note_unshared()
-            return results
-
-        return run_given
+        tables = [_table_of(args[i], counted) for i, counted, _ in self.inputs]
+        given = {i: args[i].data for i, _, _ in self.inputs}  # of which nothing is read: no reference to the tensor
+        args = tuple(given.get(i, value) for i, value in enumerate(args))
+        results = run(*args, *(value for table in tables for value in table))
+        if any(of_rows for _, _, of_rows in self.inputs):
+            note_unshared()
+        return results
 
 
 def _table_of(given: torch.Tensor, counted: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -88,8 +88,7 @@ class GraphEncoder:
         for i, traced in enumerate(self._traced):
             if (expr := symbolic(traced)) is not None and expr.free_symbols <= sizes.keys():
                 inputs[i] = int(expr.subs(sizes))
-        features: Sequence[torch.Tensor] = self.module(*inputs)
-        return features
+        return self.module(*inputs)
 
     def _sizes(self, media: Sequence[torch.Tensor]) -> dict[sympy.Symbol, int]:
         sources = symbol_sources([self._traced[i] for i in self.media])
@@ -121,47 +120,45 @@ class EncodedMedia:
         module: the remaining graph; its inputs are those of the captured graph, then a table and its rows for each
             feature tensor.
         encoders: one for each set of media that features are computed from.
+        proven: encoders of which different media were compared with themselves alone.
+        kept: by encoder and sizes of its media, bytes that autograd keeps for each of them.
     """
 
     module: fx.GraphModule
     encoders: Sequence[GraphEncoder]
+    proven: set[GraphEncoder] = dataclasses.field(default_factory=set)
+    kept: dict[Any, float] = dataclasses.field(default_factory=dict)
 
-    def calling(
-        self, run: Callable[..., Sequence[Any]], note: Callable[[str, float, int], None], budget: int | None
-    ) -> Callable[..., Sequence[Any]]:
-        """Wrap a callable of the remaining graph as one over the inputs of the captured graph.
+    def call(
+        self, run: Callable[..., Sequence[Any]], note: Callable[[str, float, int], None], budget: int | None, *args: Any
+    ) -> Sequence[Any]:
+        """Call a callable of the remaining graph with the inputs of the captured graph.
 
         Args:
             note: is given a sentence on what each encoder ran, the bytes that it keeps and its groups, after each call.
             budget: bytes of activations that each encoder may keep; None: by the device's free memory.
         """
-        proven: set[GraphEncoder] = set()
-        kept: dict[Any, float] = {}  # by encoder and sizes of its media, bytes for each of them
-
-        def run_encoded(*args: Any) -> Sequence[Any]:
-            gather_all()
-            made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-            notes = []
-            for encoder in self.encoders:
-                bytes_each, most = 0.0, math.inf
-                if encoder.is_trained:
-                    media = [args[encoder.inputs[i]] for i in encoder.media]
-                    key = (encoder, *(value.shape[1:] for value in media))
-                    if key not in kept:
-                        kept[key] = encoder.bytes_each(args)
-                    bytes_each = kept[key]
-                    most = default_budget(media[0].device) if budget is None else budget
-                encoded = encoder.encode(args, encoder not in proven, bytes_each, most)
-                if encoded.is_proof:
-                    proven.add(encoder)
-                made |= zip(encoder.tables, zip(encoded.tables, encoded.rows, strict=True), strict=True)
-                notes.append((encoded.note, encoded.kept_bytes, encoded.groups))
-            results = run(*args, *(value for number in sorted(made) for value in made[number]))
-            for values in notes:
-                note(*values)
-            return results
-
-        return run_encoded
+        gather_all()
+        made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        notes = []
+        for encoder in self.encoders:
+            bytes_each, most = 0.0, math.inf
+            if encoder.is_trained:
+                media = [args[encoder.inputs[i]] for i in encoder.media]
+                key = (encoder, *(value.shape[1:] for value in media))
+                if key not in self.kept:
+                    self.kept[key] = encoder.bytes_each(args)
+                bytes_each = self.kept[key]
+                most = default_budget(media[0].device) if budget is None else budget
+            encoded = encoder.encode(args, encoder not in self.proven, bytes_each, most)
+            if encoded.is_proof:
+                self.proven.add(encoder)
+            made |= zip(encoder.tables, zip(encoded.tables, encoded.rows, strict=True), strict=True)
+            notes.append((encoded.note, encoded.kept_bytes, encoded.groups))
+        results = run(*args, *(value for number in sorted(made) for value in made[number]))
+        for values in notes:
+            note(*values)
+        return results
 
 
 def without_encoders(module: fx.GraphModule) -> EncodedMedia | None:

@@ -226,7 +226,8 @@ class Traced:
         resolve = call.resolve
         for guard in self.guards:
             new = _moved(guard, call.moved)
-            if guard.create_fn_name() != IS_ONE or resolve(new.originating_source) is resolve(_other_name(new)):
+            is_of_one = guard.create_fn_name() == IS_ONE
+            if not is_of_one or resolve(new.originating_source) is resolve(new.create_fn.keywords["source_b"]):
                 yield new
 
 
@@ -424,8 +425,3 @@ def _moved(guard: Any, of: Callable[[Source], Source]) -> Any:
         keywords = {key: of(value) if isinstance(value, Source) else value for key, value in create.keywords.items()}
         create = functools.partial(create.func, *create.args, **keywords)
     return of(guard.originating_source).make_guard(create)
-
-
-def _other_name(guard: Any) -> Source:
-    source: Source = guard.create_fn.keywords["source_b"]
-    return source

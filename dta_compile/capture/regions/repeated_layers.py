@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from dta_compile.capture.regions.guards import add_guard
-from dta_compile.torch_compat import regions, wrap_once
+from dta_compile.torch_compat import as_wrapper, regions, wrap_once
 from dta_compile.torch_compat.dynamo import AttributeMutationNew, ChainedSource, SideEffects, UserFunctionVariable
 from dta_compile.torch_compat.dynamo import config as dynamo_config
 
@@ -119,57 +119,45 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
-def _or_pytree(build: Callable[..., Any]) -> Callable[..., Any]:
+@as_wrapper
+def _or_pytree(build: Callable[..., Any], tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Flatten a region's arguments by `fingerprint_of`, or by torch where that returns None."""
-
-    def build_flat(tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        return (fingerprint_of(args, kwargs) if _inside else None) or build(tx, args, kwargs)
-
-    return build_flat
+    return (fingerprint_of(args, kwargs) if _inside else None) or build(tx, args, kwargs)
 
 
-def _with_our_condition(build: Callable[..., Any]) -> Callable[..., Any]:
+@as_wrapper
+def _with_our_condition(build: Callable[..., Any], tx: Any, fingerprint: Any, traced_sources: Any) -> Any:
     """Add our condition for reusing a traced region to torch's."""
-
-    def build_with_ours(tx: Any, fingerprint: Any, traced_sources: Any) -> Any:
-        condition = build(tx, fingerprint, traced_sources)
-        if condition is not None and _inside:
-            condition.of_dta = Traced.of(tx, fingerprint, condition)
-        return condition
-
-    return build_with_ours
+    condition = build(tx, fingerprint, traced_sources)
+    if condition is not None and _inside:
+        condition.of_dta = Traced.of(tx, fingerprint, condition)
+    return condition
 
 
-def _if_ours_holds(is_reusable: Callable[..., bool]) -> Callable[..., bool]:
+@as_wrapper
+def _if_ours_holds(is_reusable: Callable[..., bool], tx: Any, condition: Any, fingerprint: Any, cached: Any) -> bool:
     """Check torch's conditions on arguments and written values, then our condition, which includes torch's guards."""
-
-    def is_reusable_by_ours(tx: Any, condition: Any, fingerprint: Any, cached: Any) -> bool:
-        if not hasattr(condition, "of_dta"):
-            return is_reusable(tx, condition, fingerprint, cached)
-        call = OtherCall(tx, fingerprint, cached)
-        if not condition.of_dta.has_arguments_of(call):
-            return False
-        read = type(condition.traced_sources)(map(call.moved, condition.of_dta.traced))
-        if regions.has_mutated_vars(tx, read):
-            return False
-        of_arguments = dataclasses.replace(condition, guards=[], traced_sources=type(read)())
-        cached.of_dta = condition.of_dta, call
-        return is_reusable(tx, of_arguments, fingerprint, cached) and condition.of_dta.holds(call)
-
-    return is_reusable_by_ours
+    if not hasattr(condition, "of_dta"):
+        return is_reusable(tx, condition, fingerprint, cached)
+    call = OtherCall(tx, fingerprint, cached)
+    if not condition.of_dta.has_arguments_of(call):
+        return False
+    read = type(condition.traced_sources)(map(call.moved, condition.of_dta.traced))
+    if regions.has_mutated_vars(tx, read):
+        return False
+    of_arguments = dataclasses.replace(condition, guards=[], traced_sources=type(read)())
+    cached.of_dta = condition.of_dta, call
+    return is_reusable(tx, of_arguments, fingerprint, cached) and condition.of_dta.holds(call)
 
 
-def _with_guards(stamp_out: Callable[..., Any]) -> Callable[..., Any]:
+@as_wrapper
+def _with_guards(stamp_out: Callable[..., Any], tx: Any, fingerprint: Any, cached: Any) -> Any:
     """Copy a region's nodes to another call, and add the guards under which it was traced."""
-
-    def stamp_out_with_guards(tx: Any, fingerprint: Any, cached: Any) -> Any:
-        if hasattr(cached, "of_dta"):
-            traced, call = cached.of_dta
-            for guard in traced.guards_of(call):
-                add_guard(tx.output.guards, guard)
-        return stamp_out(tx, fingerprint, cached)
-
-    return stamp_out_with_guards
+    if hasattr(cached, "of_dta"):
+        traced, call = cached.of_dta
+        for guard in traced.guards_of(call):
+            add_guard(tx.output.guards, guard)
+    return stamp_out(tx, fingerprint, cached)
 
 
 @functools.lru_cache(maxsize=2**12)
@@ -199,27 +187,21 @@ def _compiled_once(get_value: Callable[..., Any]) -> Callable[..., Any]:
     return get_value_by_code
 
 
-def _refusing_written(load: Callable[..., Any]) -> Callable[..., Any]:
+@as_wrapper
+def _refusing_written(load: Callable[..., Any], self: Any, item: Any, *args: Any, **kwargs: Any) -> Any:
     """Raise `NoRegion` for a read of an attribute that the trace has written, because no guard covers its value."""
-
-    def load_but_no_writes(self: Any, item: Any, *args: Any, **kwargs: Any) -> Any:
-        if _inside and not isinstance(item.mutation_type, AttributeMutationNew):
-            raise NoRegion
-        return load(self, item, *args, **kwargs)
-
-    return load_but_no_writes
+    if _inside and not isinstance(item.mutation_type, AttributeMutationNew):
+        raise NoRegion
+    return load(self, item, *args, **kwargs)
 
 
-def _raising_no_region(is_eligible: Callable[..., bool]) -> Callable[..., bool]:
+@as_wrapper
+def _raising_no_region(is_eligible: Callable[..., bool], tx: Any, *args: Any, **kwargs: Any) -> bool:
     """Raise `NoRegion` where a region cannot be reused: torch would trace each call as a region, which is slow."""
-
-    def is_eligible_or_none(tx: Any, *args: Any, **kwargs: Any) -> bool:
-        is_reusable = is_eligible(tx, *args, **kwargs)
-        if not is_reusable and _inside:
-            raise NoRegion
-        return is_reusable
-
-    return is_eligible_or_none
+    is_reusable = is_eligible(tx, *args, **kwargs)
+    if not is_reusable and _inside:
+        raise NoRegion
+    return is_reusable
 
 
 def _as_region(call: Callable[..., Any]) -> Callable[..., Any]:

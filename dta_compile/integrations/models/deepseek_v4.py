@@ -34,8 +34,6 @@ from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.library import REFUSED
 from dta_compile.ops.scoring import UNSCALED, Scoring
 
-__all__: list[str] = []
-
 FUNCTION = "DeepSeek-V4's attention with compressed keys"
 MODULE = sys.modules["transformers.models.deepseek_v4.modeling_deepseek_v4"]
 HINT = 'call the model with use_cache=False; to generate, load it with attn_implementation="eager"'

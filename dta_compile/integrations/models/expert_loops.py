@@ -16,8 +16,6 @@ from dta_compile.integrations.tracing import in_our_graphs
 from dta_compile.ops.experts.operators import expert_linear, expert_sum
 from dta_compile.registration import when_loaded
 
-__all__: list[str] = []
-
 # Classes with a gate and without biases, by module.
 LOOPS = {
     "transformers.models.longcat_flash.modeling_longcat_flash": "LongcatFlashExperts",

@@ -23,8 +23,6 @@ from dta_compile.ops.chosen_keys import CHOOSE_KEYS_CALL, CHOSEN, Choosing
 from dta_compile.ops.compressed_keys import TOKENS_OF_ROWS
 from dta_compile.ops.library import REFUSED
 
-__all__: list[str] = []
-
 MODULE = sys.modules["transformers.models.qwen4_exp.modeling_qwen4_exp"]
 REPLACED, KNOWN = "Qwen4ExpTextQSAIndexer.forward", "ea44ba6acfd8c6d7"
 

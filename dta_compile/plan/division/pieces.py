@@ -93,8 +93,7 @@ class Dealing:
 
     def by_rank(self, values: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
         """Return the sums of a number of each piece by rank."""
-        sums: npt.NDArray[np.float64] = np.bincount(self.holders, values, self.ranks).astype(np.float64)
-        return sums
+        return np.bincount(self.holders, values, self.ranks).astype(np.float64)
 
     @functools.cached_property
     def costs(self) -> list[float]:
@@ -115,14 +114,12 @@ class Dealing:
 
     def piece(self, rank: int, number: int) -> tuple[int, int]:
         """Return the rows `[start, stop)` of a rank in a round."""
-        return self._rows_of(int(self._places[number, rank]))
+        piece = int(self._places[number, rank])
+        return int(self.bounds[piece]), int(self.bounds[piece + 1])
 
     def place(self, rank: int, number: int) -> int:
         """Return how many pieces of a round come before that of a rank, in the order of rows."""
         return int(self._places[number, rank]) % self.ranks
-
-    def _rows_of(self, piece: int) -> tuple[int, int]:
-        return int(self.bounds[piece]), int(self.bounds[piece + 1])
 
     def rows(self, rank: int) -> IntArray:
         """Return the rows of a rank, ascending."""
@@ -131,8 +128,7 @@ class Dealing:
 
     def owners(self, rows: IntArray) -> IntArray:
         """Return the piece that each row is in."""
-        owners: IntArray = np.searchsorted(self.bounds, rows, side="right") - 1
-        return owners
+        return np.searchsorted(self.bounds, rows, side="right") - 1
 
     def holders_of(self, rows: IntArray) -> IntArray:
         """Return the rank that has each row."""

@@ -101,7 +101,11 @@ def _classify(
                 continue  # the answer does not depend on what integers are taken for
             logic = Logic(Terms(in_order(term)), sizes, facts, float_role, integer_role, opaque)
             try:
-                return _Proof(term, logic, with_kept=with_kept).classify()
+                mask_class = _Proof(term, logic, with_kept=with_kept).classify()
+                # A window of one token goes with any value that is taken for a position. If padding reads itself, and
+                # real tokens read others, the value numbers sequences.
+                reads_itself = mask_class.positions and mask_class.window == 1
+                return (reads_itself and _by_a_condition(term, logic, with_kept)) or mask_class
             except Unproven as error:
                 if (mask_class := _by_a_condition(term, logic, with_kept)) is not None:
                     return mask_class

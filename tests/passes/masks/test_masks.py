@@ -580,6 +580,17 @@ def test_masks_that_are_understood(name):
     assert [str(one.classes[0]) for one in again] == [str(one.classes[0]) for one in found]
 
 
+def test_documents_whose_padding_reads_itself_are_no_positions():
+    """A number of the document that grew from token to token would give a window of one token, too."""
+
+    def mask(ids, real):
+        same = pairs((ids == 7).cumsum(1), torch.eq) & real.bool()[:, None, None]
+        return causal(ids) & same | torch.eye(ids.shape[1], dtype=torch.bool)
+
+    (one,) = calls(mask, [(IDS, MASK)])
+    assert re.search("real tokens where.*a sequence for each|a sequence for each.*real tokens", str(one.check().classes[0]))
+
+
 def hidden_by(number):
     return torch.zeros(3, 9, 9).masked_fill(~GIVEN, number)
 

@@ -105,10 +105,10 @@ def _classify(
                 # A window of one token goes with any value that is taken for a position. If padding reads itself, and
                 # real tokens read others, the value numbers sequences.
                 reads_itself = mask_class.positions and mask_class.window == 1
-                return (reads_itself and _by_a_condition(term, logic, with_kept)) or mask_class
+                return (_by_a_condition(term, logic, with_kept) if reads_itself else None) or mask_class
             except Unproven as error:
-                if (mask_class := _by_a_condition(term, logic, with_kept)) is not None:
-                    return mask_class
+                if (padded := _by_a_condition(term, logic, with_kept)) is not None:
+                    return padded
                 refused, is_decided = refused or error, True
             except Untranslatable as error:
                 is_bias = term.dtype.is_floating_point

@@ -21,6 +21,7 @@ def short_convolution(
     Args:
         value: `[B, S, D]`.
         weight: `[D, k]`; its last column is for the token itself.
+        segments: integers `[B, S]`, the sequence of each token from 1 on; 0: padding.
     """
     out: torch.Tensor = torch.ops.dta.short_convolution(value, weight, segments)
     return out

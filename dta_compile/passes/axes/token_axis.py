@@ -134,7 +134,10 @@ def _require_own_keys(calls: list[fx.Node]) -> None:
         mixer, (_, tokens) = MIXERS[call.target], batch_and_tokens(call)
         for operand, value in mixer.over_tokens(call.args):
             if (length := sizes(value)[mixer.token_dim]) != tokens:
-                hint = "pass no past_key_values while training; in place of learned keys, train adapters (LoRA)"
+                hint = (
+                    "pass no past_key_values while training, and all queries at once (no q.chunk()); in place of"
+                    " learned keys, train adapters (LoRA), or use sinks (dta_compile.attention), as a zero key is one"
+                )
                 if not length.free_symbols or not tokens.free_symbols:
                     hint += (
                         "; a loop over tokens (nn.GRUCell) makes values of one number of tokens: recurrences run by"

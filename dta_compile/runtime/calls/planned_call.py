@@ -307,7 +307,8 @@ def _require_restarts(executable: Executable) -> None:
                 where=layer.where,
                 expected="one sequence per row",
                 got="packed rows",
-                hint="pass one sequence per row, padded on the right: tokens that rows share are computed once",
+                hint="pass one sequence per row, padded on the right: tokens that rows share are computed once; "
+                "or say where sequences begin, as in dta_compile.short_convolution(..., segments=), numbered from 1 on",
             )
 
 
@@ -338,7 +339,7 @@ def _read(call: Call, wanted: Sequence[bool]) -> _Read:
 
 
 def _are_ids(item: ChunkInput) -> bool:
-    return item.indexes and item.is_input
+    return item.is_input and item.indexes is not None
 
 
 def _at_forks(ids: Integers, tree: PrefixTree, begins: Integers) -> Integers:

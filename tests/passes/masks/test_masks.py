@@ -588,7 +588,9 @@ def test_documents_whose_padding_reads_itself_are_no_positions():
         return causal(ids) & same | torch.eye(ids.shape[1], dtype=torch.bool)
 
     (one,) = calls(mask, [(IDS, MASK)])
-    assert re.search("real tokens where.*a sequence for each|a sequence for each.*real tokens", str(one.check().classes[0]))
+    assert re.search(
+        "real tokens where.*a sequence for each|a sequence for each.*real tokens", str(one.check().classes[0])
+    )
 
 
 def hidden_by(number):

@@ -108,8 +108,8 @@ def _add_in_head(graph: fx.Graph, head: fx.Node, items: dict[int, tuple[fx.Node,
 def _add(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node) -> None:
     wide = accumulator.meta["val"].dtype
     source, transposed = _untranspose(grad)
-    if source.target is aten._to_copy.default and _device(source) == _device(source.args[0]):  # of autocast
-        source, again = _untranspose(source.args[0])
+    if source.target is aten._to_copy.default and source.meta["val"].device == source.args[0].meta["val"].device:
+        source, again = _untranspose(source.args[0])  # before a cast of autocast
         transposed = transposed != again
     dtype = source.meta["val"].dtype
     if source.target is aten.mm.default and statistics_dtype(dtype) == wide:
@@ -129,10 +129,6 @@ def _add(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node) -> None:
 def _is_of_one_expert(grad: fx.Node, wide: torch.dtype) -> bool:
     value = grad.meta["val"]
     return grad.target is EXPERT_PRODUCTS and value.shape[0] == 1 and statistics_dtype(value.dtype) == wide
-
-
-def _device(node: fx.Node) -> torch.device:
-    return node.meta["val"].device
 
 
 def _untranspose(node: fx.Node) -> tuple[fx.Node, bool]:

@@ -6,6 +6,7 @@ every expert index is less than the number of bins, each bin holds one index, an
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -165,7 +166,7 @@ class Counts:
         if not isinstance(value, (int, torch.SymInt)):
             return None
         expr = expression(value)
-        known = self._items(number.graph) if isinstance(number, fx.Node) else {}
+        known = self._items if isinstance(number, fx.Node) else {}
         expr = sympy.expand(expr.subs(known))
         return None if depends_on_data(expr) else sympy.expand(expr.subs(self.total, self.up_to(self.bound or 0)))
 
@@ -173,15 +174,15 @@ class Counts:
         """Return the number of slots of the first `experts` experts, as a sum; experts beyond the bound have none."""
         return sympy.Add(*(sympy.Symbol(f"count{i}", integer=True) for i in range(min(experts, self.bound or 0))))
 
-    def _items(self, graph: fx.Graph) -> dict[sympy.Symbol, sympy.Expr]:
-        if not hasattr(self, "_known"):
-            self._known: dict[sympy.Symbol, sympy.Expr] = {}
-            for node in graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default):
-                count = self._item(node.args[0])
-                symbol = expression(node.meta["val"]) if isinstance(node.meta["val"], torch.SymInt) else None
-                if count is not None and isinstance(symbol, sympy.Symbol):
-                    self._known[symbol] = count
-        return self._known
+    @functools.cached_property
+    def _items(self) -> dict[sympy.Symbol, sympy.Expr]:
+        known: dict[sympy.Symbol, sympy.Expr] = {}
+        for node in self.numbers.graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default):
+            count, value = self._item(node.args[0]), node.meta["val"]
+            symbol = expression(value) if isinstance(value, torch.SymInt) else None
+            if count is not None and isinstance(symbol, sympy.Symbol):
+                known[symbol] = count
+        return known
 
     def _item(self, node: fx.Node) -> sympy.Expr | None:
         if (selected := select_of(behind(node, CASTS | COPIES))) is None:

@@ -57,10 +57,7 @@ def counts_from_zero(node: fx.Node) -> bool:
 
 
 def repeated_for_slots(node: fx.Node, slots: int, count: sympy.Expr) -> Iterator[fx.Node]:
-    """Yield the values `[N * k]` that repeat each entry of `node`, `[N]`, k times in a row."""
-    if slots == 1:
-        yield node
-        return
+    """Yield the values `[N * k]` that repeat each entry of `node`, `[N]`, k times in a row, for k of at least two."""
     for raised in node.users:
         if raised.target not in KEEP_ORDER or sizes(raised) != (*sizes(node), 1):
             continue

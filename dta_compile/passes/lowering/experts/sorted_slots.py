@@ -423,7 +423,7 @@ class _Unsorting:
     def _note_group(self, node: fx.Node) -> None:
         groups = {self.groups[arg] for arg in node.all_input_nodes if arg in self.groups}
         values = tensors_of(node.meta["val"])
-        if len(groups) == 1 and values and all(any(map(_of_data, value.shape)) for value in values):
+        if len(groups) == 1 and values and all(any(map(depends_on_data, value.shape)) for value in values):
             self.groups[node] = groups.pop()
 
     def _join(self, node: fx.Node) -> None:
@@ -458,17 +458,13 @@ def _find_size(node: fx.Node) -> None:
         node.meta["val"] = node.args[0].meta["val"][node.args[1]]
         return
     arguments = [arg.meta["val"] for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
-    if not any(any(map(_of_data, result.shape)) for result in tensors_of(node.meta["val"])) or not arguments:
+    if not any(any(map(depends_on_data, result.shape)) for result in tensors_of(node.meta["val"])) or not arguments:
         return
-    if any(any(map(_of_data, value.shape)) for value in arguments) or node.target is aten.nonzero.default:
+    if any(any(map(depends_on_data, value.shape)) for value in arguments) or node.target is aten.nonzero.default:
         return
     if node.target in RESHAPES:
-        node.args = (node.args[0], [-1 if _of_data(value_of(size)) else size for size in node.args[1]])
+        node.args = (node.args[0], [-1 if depends_on_data(value_of(size)) else size for size in node.args[1]])
     with contextlib.suppress(RuntimeError, GuardOnDataDependentSymNode):
         new = call(node.graph, node.target, *node.args, **node.kwargs)
         node.meta["val"] = new.meta["val"]
         node.graph.erase_node(new)
-
-
-def _of_data(size: Any) -> bool:
-    return isinstance(size, torch.SymInt) and depends_on_data(size)

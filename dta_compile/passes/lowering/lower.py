@@ -55,9 +55,8 @@ from dta_compile.passes.lowering.joined_tokens import join_tokens
 from dta_compile.passes.lowering.next_tokens import pair_next_tokens
 from dta_compile.passes.lowering.one_length import OneLength
 from dta_compile.passes.lowering.repeated_calls import RepeatedCalls, merge_equal_values
-from dta_compile.passes.lowering.repeated_weights import multiply_unrepeated
 from dta_compile.passes.lowering.row_loops import select_masked_writes, undo_row_loops
-from dta_compile.passes.lowering.row_weights import multiply_by_experts
+from dta_compile.passes.lowering.row_weights import multiply_by_experts, multiply_unrepeated
 from dta_compile.passes.lowering.same_entries import replace_same_entries
 from dta_compile.passes.lowering.shifts import shifts_to_mixers
 from dta_compile.passes.program import Program, all_nodes, ancestors, name_of, output_node, where

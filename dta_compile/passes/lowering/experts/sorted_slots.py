@@ -13,7 +13,7 @@ operators that treat each slot by itself, so these are computed over unsorted sl
     out.index_add(0, order // k, rows)   a sum over the slots of each token
     out[order] = rows, rows[inverse]     the rows
 
-Groups are those of experts if their lengths are proven to be the experts' numbers of slots (`expert_counts`).
+Groups are those of experts if their lengths are proven to be the experts' numbers of slots (`slots`).
 Selections by a condition are left to `selected_rows`. Unproven nodes are left; before the last attention they are
 refused.
 """
@@ -41,16 +41,18 @@ from dta_compile.passes.graphs.nodes import (
     repeated_from,
 )
 from dta_compile.passes.graphs.operators import COPIES, RANGES, RESHAPES, aten
-from dta_compile.passes.lowering.experts.expert_counts import SORTS, Counts, is_exact_cast
 from dta_compile.passes.lowering.experts.row_operators import RowOperators, Rows, Unproven, drop_checks_of_numbers
 from dta_compile.passes.lowering.experts.selected_rows import ANY_ORDER
-from dta_compile.passes.lowering.experts.slot_numbers import (
+from dta_compile.passes.lowering.experts.slots import (
     INVERSE,
     SLOT,
+    SORTS,
     TOKEN,
+    Counts,
     Numbers,
     counts_from_zero,
     is_another_form,
+    is_exact_cast,
     repeated_for_slots,
 )
 from dta_compile.passes.program import tensors_of

@@ -891,7 +891,12 @@ def with_changed_weights(model, q, k, v, pairs):
     return (scores.softmax(-1) * model.scale[:, None, None] @ v).transpose(1, 2)
 
 
-SUMS = of_two_halves, of_heads_by_pairs, of_chunked_heads, of_three, with_changed_weights
+def of_the_last_head(model, q, k, v, pairs):  # the shorter one of two parts
+    q, k, v = by_heads(q, k, v)
+    return (causal(q @ k.mT).split(HEADS - 1, 1)[1] @ v[:, 1:2]).expand(-1, HEADS, -1, -1).transpose(1, 2)
+
+
+SUMS = of_two_halves, of_heads_by_pairs, of_chunked_heads, of_three, with_changed_weights, of_the_last_head
 
 
 def test_sums_of_weights():

@@ -17,6 +17,7 @@ from torch import fx
 from dta_compile.executable.layouts import Axis, Layout
 from dta_compile.passes.axes.shape_rules import reshape_groups
 from dta_compile.passes.axes.token_axis import apply_rule, axis_of_size, is_labelled, layout_by_shape
+from dta_compile.passes.graphs.arguments import operand_dims
 from dta_compile.passes.graphs.operators import TAKE_A_SHAPE, aten
 from dta_compile.passes.graphs.subgraph import Subgraph
 from dta_compile.passes.program import Mixed, Program, Value, has_tensor
@@ -88,13 +89,11 @@ def _of_call(program: Program, node: fx.Node, values: dict[fx.Node, Value]) -> V
 
 def _expanded(program: Program, node: fx.Node, layout: Layout) -> Value:
     """Return the layout of an expansion, which must not be along the batch (the token rule refuses tokens, too)."""
-    after = sizes(node)
-    before = (*(sympy.Integer(1),) * (len(after) - len(layout.dims)), *sizes(node.args[0]))
-    dims = (*(None,) * (len(after) - len(layout.dims)), *layout.dims)
-    for old, new in zip(before, after, strict=True):
-        if old != new and _depends_on_batch(program, new):
-            return Mixed(f"{node.target} repeats a value along the batch axis", node)
-    return Layout(dims)
+    dims = operand_dims(node)
+    assert dims is not None
+    if any(dim is None and _depends_on_batch(program, size) for dim, size in zip(dims, sizes(node), strict=True)):
+        return Mixed(f"{node.target} repeats a value along the batch axis", node)
+    return Layout(tuple(None if dim is None else layout.dims[dim] for dim in dims))
 
 
 def _reshaped(program: Program, node: fx.Node, layout: Layout) -> Value:

@@ -221,7 +221,8 @@ def clusters(graph: fx.Graph) -> list[list[fx.Node]]:
             cluster_of[node] = joined
     all_clusters = list({id(cluster): cluster for cluster in cluster_of.values()}.values())
     order = {node: i for i, node in enumerate(graph.nodes)}
-    paying = [cluster for cluster in all_clusters if sum(map(_pays, cluster)) >= LEAST_OPERATORS]
+    operators = {node for node in fused if not is_item(node) and node.target not in CONSTRUCTORS}
+    paying = [cluster for cluster in all_clusters if len(operators.intersection(cluster)) >= LEAST_OPERATORS]
     return [sorted(cluster, key=order.__getitem__) for cluster in _joined(paying, levels)]
 
 
@@ -293,10 +294,6 @@ def _is_fusible(node: fx.Node) -> bool:
 def _has_known_sizes(node: fx.Node) -> bool:
     """Return whether the sizes that an operator takes can be computed from those of the graph's inputs."""
     return all(has_tensor(arg) or is_polynomial(arg.meta.get("val")) for arg in node.all_input_nodes)
-
-
-def _pays(node: fx.Node) -> bool:
-    return not is_item(node) and node.target not in CONSTRUCTORS
 
 
 def _levels(graph: fx.Graph, fused: set[fx.Node]) -> dict[fx.Node, int]:

@@ -3,6 +3,8 @@
 A matrix product whose result is a gradient becomes `addmm_` into the accumulator, and an embedding's gradient an
 `index_add_` of the chunk's rows. Products of experts are added only to experts that were chosen, and an LM head adds
 block by block. Any other gradient is added by `add_`. The summands of a gradient are added one by one.
+
+`emit` lets the graphs take sums that begin with their first summand (`with_sums`), see `ops.products`.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from torch import fx
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.experts.operators import EXPERT_PRODUCTS, EXPERT_PRODUCTS_
 from dta_compile.ops.lm_head.operators import IN_PLACE, Wanted
-from dta_compile.ops.products import ADD_PRODUCT
+from dta_compile.ops.products import ADD_PRODUCT, add_product_to, add_to, tensor_of
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import call, erase_unused, is_item, swaps
 from dta_compile.passes.graphs.operators import TRANSPOSITIONS
 from dta_compile.passes.program import Program, output_node, writes_in_place
 
 aten = torch.ops.aten
+PRODUCTS = (aten.addmm_.default, ADD_PRODUCT)
 
 
 @contract(rewrites=["stages"])
@@ -108,8 +111,8 @@ def _add_in_head(graph: fx.Graph, head: fx.Node, items: dict[int, tuple[fx.Node,
 def _add(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node) -> None:
     wide = accumulator.meta["val"].dtype
     source, transposed = _untranspose(grad)
-    if source.target is aten._to_copy.default and _device(source) == _device(source.args[0]):  # of autocast
-        source, again = _untranspose(source.args[0])
+    if source.target is aten._to_copy.default and source.meta["val"].device == source.args[0].meta["val"].device:
+        source, again = _untranspose(source.args[0])  # before a cast of autocast
         transposed = transposed != again
     dtype = source.meta["val"].dtype
     if source.target is aten.mm.default and statistics_dtype(dtype) == wide:
@@ -129,10 +132,6 @@ def _add(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node) -> None:
 def _is_of_one_expert(grad: fx.Node, wide: torch.dtype) -> bool:
     value = grad.meta["val"]
     return grad.target is EXPERT_PRODUCTS and value.shape[0] == 1 and statistics_dtype(value.dtype) == wide
-
-
-def _device(node: fx.Node) -> torch.device:
-    return node.meta["val"].device
 
 
 def _untranspose(node: fx.Node) -> tuple[fx.Node, bool]:
@@ -155,3 +154,41 @@ def _add_rows(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node, dtype: torch
     if rows.meta["val"].dtype != dtype:
         flat_rows = call(graph, aten._to_copy.default, flat_rows, dtype=dtype)
     graph.call_function(aten.index_add_.default, (accumulator, 0, flat_index, flat_rows))
+
+
+def with_sums(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a backward graph whose accumulators may be sums."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for accumulator in list(graph.find_nodes(op="placeholder")):
+        if is_accumulator(accumulator):
+            for user in list(accumulator.users):
+                _rewrite(graph, accumulator, user)
+    return fx.GraphModule(module, graph)
+
+
+def is_accumulator(node: fx.Node) -> bool:
+    """Return whether a node is an accumulator of a parameter gradient."""
+    return "gradient" in node.meta
+
+
+def adds_first(accumulator: fx.Node, user: fx.Node) -> bool:
+    """Return whether a node only adds something to an accumulator that may become the sum."""
+    if user.target in (*PRODUCTS, aten.add_.Tensor):
+        return user.args[0] is accumulator and accumulator not in user.args[1:] and not user.users and not user.kwargs
+    is_transposed = user.target is aten.t.default and bool(user.users)
+    return is_transposed and all(node.target in PRODUCTS and adds_first(user, node) for node in user.users)
+
+
+def _rewrite(graph: fx.Graph, accumulator: fx.Node, user: fx.Node) -> None:
+    if not adds_first(accumulator, user):
+        with graph.inserting_before(user):
+            user.replace_input_with(accumulator, graph.call_function(tensor_of, (accumulator,)))
+    elif user.target is aten.add_.Tensor:
+        user.target = add_to
+    elif user.target in PRODUCTS:
+        user.target = add_product_to
+    else:
+        for node in list(user.users):
+            node.target, node.args = add_product_to, (accumulator, *node.args[1:], True)
+        graph.erase_node(user)

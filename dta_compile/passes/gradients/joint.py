@@ -16,7 +16,7 @@ from dta_compile.errors import RefusalError
 from dta_compile.passes.chunk.chunk_graph import chunk_device, fake_inputs, free_sizes
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.gradients.partition import backward_graph, choose_saved, forward_graph
-from dta_compile.passes.gradients.stage_traces import Segment, StageTrace, states_of, traced_stages
+from dta_compile.passes.gradients.stage_traces import Segment, StageTrace, has_running_state, states_of, traced_stages
 from dta_compile.passes.gradients.unroll import Unrolled
 from dta_compile.passes.graphs.storage import owner
 from dta_compile.passes.program import Program
@@ -83,6 +83,7 @@ def _graphs_of(trace: StageTrace, sizes: ChunkSizes, training: bool) -> StageGra
     saved = choose_saved(trace, sizes) if training else []
     memory = _Memory(trace, sizes)
     forward_only = forward_graph(trace, sizes, trace.outputs)
+    attention = [node for node in trace.mixing if not has_running_state(node)]  # whose results may be kept
     graphs = StageGraphs(
         cache_only=forward_graph(trace, sizes, []),
         forward_only=forward_only,
@@ -90,7 +91,7 @@ def _graphs_of(trace: StageTrace, sizes: ChunkSizes, training: bool) -> StageGra
         backward=None,
         written=tuple(map(memory.of, trace.outputs)),
         state_bytes=total(sizes.bytes(node.meta["val"]) for node in trace.states).per_token,
-        result_bytes=total(sizes.bytes(node.meta["val"]) for node in trace.mixing_at_once).per_token,
+        result_bytes=total(sizes.bytes(node.meta["val"]) for node in attention).per_token,
     )
     return _with_backward(trace, graphs, saved, memory) if training else graphs
 

@@ -63,11 +63,6 @@ class StageTrace:
         return list(dict.fromkeys(state for node in self.mixing for state in states_of(node)))
 
     @property
-    def mixing_at_once(self) -> list[fx.Node]:
-        """Return the mixer operators without a running state, whose results may be kept: attention."""
-        return [node for node in self.mixing if not has_running_state(node)]
-
-    @property
     def backward_results(self) -> list[fx.Node]:
         """Return the gradients, and the mixers' backward operators, which add state gradients to the path."""
         leaving = [node for node in self.module.graph.nodes if mixer_of_backward(node.target)]
@@ -75,16 +70,13 @@ class StageTrace:
 
     def per_token(self) -> set[fx.Node]:
         """Return the values that depend on the chunk's tokens or head rows; the others are of parameters alone."""
-        return self.depending_on(node for node in self.primals if runs_over_chunk(node))
+        return self.depending_on(
+            node for node in self.primals if any(not isinstance(size, int) for size in node.meta["val"].shape)
+        )
 
     def depending_on(self, sources: Iterable[fx.Node]) -> set[fx.Node]:
         """Return `sources` and all values computed from them."""
         return descendants(self.module.graph, sources)
-
-
-def runs_over_chunk(node: fx.Node) -> bool:
-    """Return whether a value has a dimension of tokens or head rows."""
-    return any(not isinstance(size, int) for size in node.meta["val"].shape)
 
 
 def states_of(node: fx.Node) -> tuple[fx.Node, ...]:

@@ -169,10 +169,10 @@ class _Widened:
 
     def of(self, part: fx.Node) -> fx.Node:
         """Insert the value for all tokens of the part; raises `CannotResize`."""
-        pending, needed = [part], {part}
+        pending, needed, own = [part], {part}, self.length.free_symbols
         for node in pending:
             if not self._is_data(node) and not self._is_this_part(node):
-                read = {arg for arg in node.all_input_nodes if self._has_length(arg)} - needed
+                read = {arg for arg in node.all_input_nodes if any(size.has(*own) for size in all_sizes(arg))} - needed
                 needed |= read
                 pending += read
         for node in [node for node in self.graph.nodes if node in needed]:
@@ -185,9 +185,6 @@ class _Widened:
             return False
         own = self.length.free_symbols
         return all(size == self.length for size in all_sizes(node) if size.has(*own))
-
-    def _has_length(self, node: fx.Node) -> bool:
-        return any(size.has(*self.length.free_symbols) for size in all_sizes(node))
 
     def _replacement(self, node: fx.Node) -> fx.Node:
         if self._is_data(node):

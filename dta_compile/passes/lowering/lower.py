@@ -35,7 +35,7 @@ from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import descendants, erase_unused, sizes_from_inputs
 from dta_compile.passes.graphs.operators import aten
 from dta_compile.passes.graphs.storage import write_to_new_values
-from dta_compile.passes.lowering import decompositions, row_loops
+from dta_compile.passes.lowering import decompositions
 from dta_compile.passes.lowering.attention.choices import recognise_choices
 from dta_compile.passes.lowering.attention.recognise import recognise_attention
 from dta_compile.passes.lowering.cumulative_sums import sums_to_recurrences
@@ -55,9 +55,8 @@ from dta_compile.passes.lowering.joined_tokens import join_tokens
 from dta_compile.passes.lowering.next_tokens import pair_next_tokens
 from dta_compile.passes.lowering.one_length import OneLength
 from dta_compile.passes.lowering.repeated_calls import RepeatedCalls, merge_equal_values
-from dta_compile.passes.lowering.repeated_weights import multiply_unrepeated
-from dta_compile.passes.lowering.row_loops import select_masked_writes
-from dta_compile.passes.lowering.row_weights import multiply_by_experts
+from dta_compile.passes.lowering.row_loops import select_masked_writes, undo_row_loops
+from dta_compile.passes.lowering.row_weights import multiply_by_experts, multiply_unrepeated
 from dta_compile.passes.lowering.same_entries import replace_same_entries
 from dta_compile.passes.lowering.shifts import shifts_to_mixers
 from dta_compile.passes.program import Program, all_nodes, ancestors, name_of, output_node, where
@@ -68,7 +67,6 @@ from dta_compile.torch_compat.autograd import from_fun, to_fun
 from dta_compile.torch_compat.tensors import FunctionalTensorMode, is_traceable_wrapper_subclass, pytree
 from dta_compile.torch_compat.tracing import make_fx
 
-TRAINED = InputKind.PARAMETER, InputKind.DIFFERENTIABLE_DATA
 ASSERTIONS = (aten._assert_async.default, aten._assert_async.msg)
 GRADIENT_MODES = (autograd.set_grad_enabled, autograd.enter_inference_mode, autograd.exit_inference_mode)
 
@@ -91,37 +89,40 @@ def lower(program: Program) -> None:
             # For models that write in place: functionalisation takes half as long again.
             module = _trace(program, flow, functional=True, written=written)
         autograd_function.embed(module)
-    for node in module.graph.find_nodes(op="call_function", target=STOP_GRADIENT):
+    graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=STOP_GRADIENT):
         node.target = aten.detach.default
-    _flatten_output(module)
-    decompositions.spell_out_constructors(module.graph)
-    _join_gradients_of_ranks(module.graph)
-    replace_same_entries(module.graph, _inputs(module, program, *TRAINED))
-    weights = set(_inputs(module, program, InputKind.PARAMETER))
-    multiply_unrepeated(module.graph)
-    multiply_by_experts(module.graph)
-    unrecognised = recognise_attention(module.graph, weights)
-    if unrecognised is not None and not mixer_calls(module.graph):
+    _flatten_output(graph)
+    program.placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    kinds = {node: spec.kind for node, spec in zip(program.placeholders, program.inputs, strict=True)}
+    weights = {node for node, kind in kinds.items() if kind is InputKind.PARAMETER}
+    trained = [node for node, kind in kinds.items() if kind in (InputKind.PARAMETER, InputKind.DIFFERENTIABLE_DATA)]
+    decompositions.spell_out_constructors(graph)
+    _join_gradients_of_ranks(graph)
+    replace_same_entries(graph, trained)
+    multiply_unrepeated(graph)
+    multiply_by_experts(graph)
+    unrecognised = recognise_attention(graph, weights)
+    if unrecognised is not None and not mixer_calls(graph):
         raise unrecognised
-    recognise_choices(module.graph, weights)
-    row_loops.undo_row_loops(module.graph)
-    unsort_slots(module.graph)
-    spread_selected_rows(module.graph, weights)
-    select_masked_writes(module.graph)
-    _forget_counts(module.graph, program)
-    join_tokens(module.graph, _inputs(module, program, *TRAINED))
-    pair_next_tokens(module.graph, _inputs(module, program, *TRAINED))
-    sums_to_recurrences(module.graph, _inputs(module, program, *TRAINED))
-    shifts_to_mixers(module.graph, _inputs(module, program, *TRAINED))
-    sizes_from_inputs(module.graph)
-    merge_equal_values(module.graph, _inputs(module, program, *TRAINED))
-    erase_unused(module.graph)
+    recognise_choices(graph, weights)
+    undo_row_loops(graph)
+    unsort_slots(graph)
+    spread_selected_rows(graph, weights)
+    select_masked_writes(graph)
+    _forget_counts(program, graph)
+    join_tokens(graph, trained)
+    pair_next_tokens(graph, trained)
+    sums_to_recurrences(graph, trained)
+    shifts_to_mixers(graph, trained)
+    sizes_from_inputs(graph)
+    merge_equal_values(graph, trained)
+    erase_unused(graph)
     module.recompile()
-    _refuse_numbers(program.captured, module.graph)
+    _refuse_numbers(program.captured, graph)
     program.module, program.written = module, written
-    program.placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    program.draws = drawing(module.graph)
-    asserted = [node for node in module.graph.nodes if node.target in ASSERTIONS]
+    program.draws = [node for node in graph.nodes if _draws(node)]
+    asserted = [node for node in graph.nodes if node.target in ASSERTIONS]
     program.asserted = [node for node in asserted if weights.isdisjoint(ancestors([node]))]
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
         node.meta["source"] = _readable(spec.name)
@@ -175,9 +176,9 @@ def _refuse_numbers(captured: fx.GraphModule, graph: fx.Graph) -> None:
             )
 
 
-def _forget_counts(graph: fx.Graph, program: Program) -> None:
+def _forget_counts(program: Program, graph: fx.Graph) -> None:
     """Drop `scale_grad_by_freq` from embeddings whose weight gets no gradient."""
-    placeholders = zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True)
+    placeholders = zip(program.placeholders, program.inputs, strict=True)
     trained = {node for node, spec in placeholders if spec.requires_grad and program.training}
     for node in graph.find_nodes(op="call_function", target=aten.embedding.default):
         if node.args[0].op == "placeholder" and node.args[0] not in trained:
@@ -190,11 +191,6 @@ def _join_gradients_of_ranks(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=SAME_ON_RANKS):
         if (first := known.setdefault(node.args, node)) is not node:
             node.replace_all_uses_with(first)
-
-
-def _inputs(module: fx.GraphModule, program: Program, *kinds: InputKind) -> list[fx.Node]:
-    placeholders = zip(module.graph.find_nodes(op="placeholder"), program.inputs, strict=True)
-    return [node for node, spec in placeholders if spec.kind in kinds]
 
 
 def _readable(source: str) -> str:
@@ -360,18 +356,14 @@ def _mutation_refusal(mutated: Input, placeholder: fx.Node) -> FinalRefusal:
     )
 
 
-def _flatten_output(module: fx.GraphModule) -> None:
-    node = output_node(module.graph)
+def _flatten_output(graph: fx.Graph) -> None:
+    node = output_node(graph)
     results, _ = node.args[0]  # draws were outputs only to survive tracing: from here on their ops are impure
     node.args = (tuple(results) if isinstance(results, (tuple, list)) else (results,),)
 
 
-def drawing(graph: fx.Graph) -> list[fx.Node]:
-    """Return the random ops of a graph, in order."""
-    return [node for node in graph.nodes if _draws(node)]
-
-
 def _draws(node: fx.Node) -> bool:
+    """Return whether a node is a random op."""
     if node.op == "call_module":
         return bool(getattr(node.graph.owning_module.get_submodule(node.target), "draws", False))
     return is_random(node.target)

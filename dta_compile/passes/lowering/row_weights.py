@@ -1,6 +1,11 @@
-"""Multiply by the weights that each row of the batch chooses as by those of experts.
+"""Rewrite batched products with weights that are repeated for every sequence, or that each row of the batch chooses.
 
+    w[:, None] @ x                      w [H, E, D], x [H, B, D, S]: a layer per head
+    torch.bmm(w.expand(B, -1, -1), x)
     torch.bmm(x, lora[adapter])         x [B, S, D], lora [E, D, R], adapter [B]
+
+Torch expands what it broadcasts and merges the dimensions: `[H * B, E, D]` times `[H * B, D, S]`. A product with a
+repeated operand is one with the operand itself, of which the other operand's repetitions are further rows or columns.
 
 A chunk has tokens of several rows, so a product by row is none of its tokens. As `dta::expert_linear` it is: every
 token has the number that its row chose, and tokens of rows with different ones are different tokens.
@@ -8,42 +13,100 @@ token has the number that its row chose, and tokens of rows with different ones 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+
 import torch
 from torch import fx
 
 from dta_compile.ops.experts.operators import EXPERT_LINEAR
 from dta_compile.passes.graphs.arguments import indices_of
-from dta_compile.passes.graphs.nodes import call
+from dta_compile.passes.graphs.nodes import call, copy_stack_trace, erase_unused
 from dta_compile.passes.graphs.operators import aten
 from dta_compile.passes.lowering.attention.distances import cast, positions
 from dta_compile.passes.lowering.attention.factors import (
+    MOVES,
     Arranged,
     Arranger,
+    Dim,
     Factor,
     Mismatch,
     leaves,
     product,
     product_dims,
-    rewrite_products,
     whole,
 )
 from dta_compile.passes.symbols import sizes
 
+# Replaces a product of two operands, given its dimensions: outer, rows, summed, columns; or raises `Mismatch`.
+Rewriting = Callable[[Arranger, fx.Node, tuple[Arranged, Arranged], list[Dim]], None]
+
+
+def multiply_unrepeated(graph: fx.Graph) -> None:
+    """Rewrite the batched products of a graph, one operand of which is repeated as often as there are sequences."""
+    _rewrite(graph, _multiply_unrepeated)
+
 
 def multiply_by_experts(graph: fx.Graph) -> None:
     """Rewrite the batched products of a graph, one operand of which is chosen for each row out of a table."""
-    rewrite_products(graph, _multiply)
+    _rewrite(graph, _multiply_by_experts)
 
 
-def _multiply(arranger: Arranger, node: fx.Node) -> None:
+def _rewrite(graph: fx.Graph, rewriting: Rewriting) -> None:
+    """Apply a rewriting to the batched products of a graph; those for which it raises `Mismatch` are left."""
+    arranger = Arranger(graph)
+    for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
+        with graph.inserting_before(node), contextlib.suppress(Mismatch):
+            left, right = map(Arranged.of, node.args)
+            (batch,), *others = product_dims(left, right)
+            rewriting(arranger, node, (left, right), [leaves(dim) for dim in (batch, *others)])
+            copy_stack_trace(node)
+    erase_unused(graph)
+
+
+def _multiply_unrepeated(
+    arranger: Arranger, node: fx.Node, operands: tuple[Arranged, Arranged], dims: list[Dim]
+) -> None:
+    """Replace a batched product `[N, m, k] @ [N, k, n]`."""
+    if not any(map(_is_repeated, node.args)):
+        raise Mismatch("no operand that is repeated")
+    (left, right), (batch, rows, depth, columns) = operands, dims
+    shared, of_left, of_right = Dim(), Dim(), Dim()
+    for factor in batch:
+        is_rows, is_columns = (factor.size.free_symbols and not other.has(factor) for other in (right, left))
+        (of_left if is_rows else of_right if is_columns else shared).append(factor)
+    if not of_left and not of_right:
+        return
+    outer, upper, lower = [shared] * bool(shared), [*of_left, *rows], [*of_right, *columns]
+    operator = aten.bmm.default if shared else aten.mm.default
+    first = arranger.arrange(left, [*outer, upper, depth])
+    second = arranger.arrange(right, [*outer, depth, lower])
+    own = [*outer, upper, lower]
+    result = Arranged(call(node.graph, operator, first, second), own, own)
+    node.replace_all_uses_with(arranger.arrange(result, [batch, rows, columns]))
+
+
+def _is_repeated(node: fx.Node) -> bool:
+    """Return whether moves of entries repeat a value a number of times that depends on the call."""
+    while node.target in MOVES:
+        before, after = sizes(node.args[0]), sizes(node)
+        if node.target is aten.expand.default:
+            known = (*(1,) * (len(after) - len(before)), *before)
+            if any(size.free_symbols and own == 1 for own, size in zip(known, after, strict=True)):
+                return True
+        node = node.args[0]
+    return False
+
+
+def _multiply_by_experts(
+    arranger: Arranger, node: fx.Node, operands: tuple[Arranged, Arranged], dims: list[Dim]
+) -> None:
     """Replace a batched product of tokens `[B, S, k]` and weights `[B, k, n]`, or one of both transposed."""
-    left, right = map(Arranged.of, node.args)
-    is_left = _is_chosen(left.base)
-    weights, tokens = (left, right) if is_left else (right, left)
+    is_left = _is_chosen(operands[0].base)
+    weights, tokens = operands if is_left else operands[::-1]
     if not _is_chosen(weights.base) or _is_chosen(tokens.base):
         raise Mismatch("no weights that rows choose")
-    (batch,), *others = product_dims(left, right)
-    batch, rows, depth, columns = map(leaves, (batch, *others))
+    batch, rows, depth, columns = dims
     rows, columns = (columns, rows) if is_left else (rows, columns)
     if leaves(weights.own[0]) != batch or not product(rows).free_symbols:
         raise Mismatch("products of other values than all tokens of a row")

@@ -21,7 +21,7 @@ from torch import fx
 from dta_compile.passes.graphs.arguments import argument, dim_of, indices_of, slice_of
 from dta_compile.passes.graphs.nodes import erase_unused
 from dta_compile.passes.graphs.operators import CASTS, DIFFERENTIABLE_COPIES, FILLS, RANGES, RESHAPES, aten
-from dta_compile.passes.lowering.experts.slot_numbers import counts_from_zero
+from dta_compile.passes.lowering.experts.slots import counts_from_zero
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import expression, sizes, value_of
 

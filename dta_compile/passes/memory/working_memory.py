@@ -23,7 +23,7 @@ from dta_compile.ops.lm_head import by_kernels
 from dta_compile.ops.lm_head import operators as head_operators
 from dta_compile.ops.products import ADD_PRODUCT
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.gradients.first_summands import adds_first, is_accumulator
+from dta_compile.passes.gradients.accumulate import adds_first, is_accumulator
 from dta_compile.passes.graphs.nodes import is_item
 from dta_compile.passes.graphs.operators import MAYBE_COPIES, is_tagged_pointwise
 from dta_compile.passes.graphs.storage import Storage, last_uses, owner, storages, view_source

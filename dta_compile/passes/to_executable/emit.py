@@ -10,7 +10,7 @@ from typing import Literal
 from dta_compile.executable.chunk import ChunkGraphs, Linear, Stage, StageCode
 from dta_compile.executable.code import Code
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.gradients.first_summands import with_sums
+from dta_compile.passes.gradients.accumulate import with_sums
 from dta_compile.passes.memory.working_memory import add_peak
 from dta_compile.passes.program import Program
 from dta_compile.passes.stage_graphs import ChunkStages, Memory, StageGraphs

@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from dta_compile.passes.graphs.nodes import First
-from dta_compile.passes.lowering.experts.expert_counts import Counts
+from dta_compile.passes.lowering.experts.slots import Counts
 
 EXPERTS = 4
 

@@ -7,8 +7,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dta_compile.ops.experts.operators import EXPERT_LINEAR
-from dta_compile.passes.lowering.experts.distinct_places import at_most_one
 from dta_compile.passes.lowering.experts.selected_rows import spread_selected_rows
+from dta_compile.passes.lowering.experts.slots import at_most_one
 
 aten = torch.ops.aten
 TOKENS, WIDTH = 7, 4

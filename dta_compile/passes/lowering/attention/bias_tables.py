@@ -22,7 +22,7 @@ from dta_compile.passes.axes.shape_rules import Labels, labels_in
 from dta_compile.passes.graphs.arguments import indices_of, slice_of, where_of
 from dta_compile.passes.graphs.nodes import call, constructed, filled_with, is_float
 from dta_compile.passes.graphs.operators import RANGES, RESHAPES, SUMS, aten
-from dta_compile.passes.lowering.attention.distances import Affine, Distances, Slope, hides, positions
+from dta_compile.passes.lowering.attention.distances import Distances, Slope, hides, positions
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.lowering.attention.pair_entries import Operands, cut_from, operands_of, over
 from dta_compile.passes.program import ancestors, has_tensor, where
@@ -51,6 +51,8 @@ class Tables(Distances):
         known: the values of key 0 that were built in this graph so far.
     """
 
+    COMPUTES = False  # tables are computed as biases are
+
     def __init__(
         self, graph: fx.Graph, dtype: torch.dtype, exact: bool = False, *, weights: Collection[fx.Node], known: Known
     ) -> None:
@@ -71,15 +73,6 @@ class Tables(Distances):
         is_free = self.of_none is not None and is_float(node) and node.meta["val"].dtype.itemsize >= 4
         rounding = 2 * min(torch.finfo(dtype).eps for dtype in dtypes) if is_free else 0.0
         return hidden, self._entries(node, labels, rounding)
-
-    def _rounds(self, node: fx.Node) -> bool:
-        return False  # tables are computed as biases are
-
-    def _affine(self, node: Any, labels: Labels) -> Affine | None:
-        value = super()._affine(node, labels)
-        if value is None or not isinstance(node, fx.Node) or all(part.is_integer for part in value):
-            return value
-        return None if super()._rounds(node) else value
 
     def _slope(self, node: fx.Node, labels: Labels) -> Slope | None:
         """Return the table of a bias; 0.0 if it has no keys, None if it is no function of the distance, or a mask."""

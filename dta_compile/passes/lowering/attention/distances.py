@@ -50,6 +50,7 @@ class Distances:
     """
 
     FACTORS: frozenset[str] = frozenset()  # what a factor of a slope may vary with
+    COMPUTES = True  # slopes by arithmetic, so that what is rounded has none
 
     def __init__(self, graph: fx.Graph, dtype: torch.dtype, exact: bool = False) -> None:
         self.graph, self.dtype, self.of_none = graph, dtype, None if exact else 0.0
@@ -58,7 +59,7 @@ class Distances:
         """Split a bias into a rest and `slope * k`; a rest of None is zero. Return None if no slope is found."""
         if slope := self._slope(node, labels):
             return None, slope
-        if self._rounds(node):
+        if self.COMPUTES and self._rounds(node):
             return None
         target, added = node.target, sum_of(node)
         if added is not None and all(isinstance(arg, fx.Node) and has_tensor(arg) for arg in added[:2]):
@@ -121,7 +122,7 @@ class Distances:
             return self.of_none
         if (own := self._own(node, labels)) is not None:
             return own
-        if self._rounds(node):
+        if self.COMPUTES and self._rounds(node):
             return None
         if (moved := self._source(node, labels)) is not None:
             slope = self._slope(*moved)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -254,16 +254,6 @@ def product_dims(left: Arranged, right: Arranged) -> tuple[list[Dim], Dim, Dim, 
     *others, other_depth, columns = right.dims
     unify([*outer, depth], [*others, other_depth])
     return outer, rows, depth, columns
-
-
-def rewrite_products(graph: fx.Graph, rewrite: Callable[[Arranger, fx.Node], None]) -> None:
-    """Apply a rewriting to the batched products of a graph; those for which it raises `Mismatch` are left."""
-    arranger = Arranger(graph)
-    for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
-        with graph.inserting_before(node), contextlib.suppress(Mismatch):
-            rewrite(arranger, node)
-            copy_stack_trace(node)
-    erase_unused(graph)
 
 
 def take_parts_before_moves(graph: fx.Graph) -> None:

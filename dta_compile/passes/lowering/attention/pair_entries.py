@@ -23,7 +23,7 @@ from dta_compile.passes.graphs.operators import (
     UNTAGGED_POINTWISE,
     aten,
 )
-from dta_compile.passes.lowering.experts.slot_numbers import counts_from_zero
+from dta_compile.passes.lowering.experts.slots import counts_from_zero
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import expression, sizes, value_of
 from dta_compile.torch_compat.sizes import FloorDiv

@@ -68,9 +68,7 @@ class Profiles(Distances):
     """Analysis like that of `Distances`, with profiles in the place of slopes."""
 
     FACTORS = frozenset({"q"})
-
-    def _rounds(self, node: fx.Node) -> bool:
-        return False  # entries are moved, not computed
+    COMPUTES = False  # entries are moved
 
     def _own(self, node: fx.Node, labels: Labels) -> Slope | None:
         if labels.count("k") != 1 or not is_float(node):

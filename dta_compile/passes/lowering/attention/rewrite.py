@@ -340,16 +340,13 @@ class Rewrite:
 
     def _replace(self, node: fx.Node, dims: list[Dim], out: Arranged) -> None:
         """Replace uses of a node of these dimensions; if they merge sequences with heads, first those of its views."""
-        if self._merges(dims):
+        parts = [set(leaves(dim)) for dim in dims]
+        if any(part & self.rows and not part <= self.rows for part in parts):
             for user in list(node.users):
                 if user.target in MOVES and user.args[0] is node:
                     self._replace(user, moved(user, dims), out)
         if node.users:
             node.replace_all_uses_with(self.arranger.arrange(out, [leaves(dim) for dim in dims]))
-
-    def _merges(self, dims: list[Dim]) -> bool:
-        parts = [set(leaves(dim)) for dim in dims]
-        return any(part & self.rows and not part <= self.rows for part in parts)
 
 
 def _broadcast(mask: Arranged, base: fx.Node, key: Factor | None = None) -> Arranged:

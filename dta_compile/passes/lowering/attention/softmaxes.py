@@ -13,6 +13,7 @@ That the mask is one where it is not zero is proven with the attention (`Scores.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection
 from typing import Any
@@ -29,13 +30,14 @@ from dta_compile.passes.symbols import sizes
 
 def spell_softmaxes(graph: fx.Graph, weights: Collection[fx.Node], are_scores: Callable[[fx.Node], bool]) -> None:
     """Replace written-out softmaxes of values for which `are_scores` holds; `weights` are the parameters."""
-    weights = set(weights)
-    for node in list(graph.nodes):
-        if node.target not in (aten.exp.default, aten.div.Tensor, aten.constant_pad_nd.default):
-            continue
+    rules: dict[Any, Callable[..., fx.Node | None]] = {
+        aten.exp.default: _of_logarithm,
+        aten.div.Tensor: functools.partial(_of_quotient, weights=set(weights)),
+        aten.constant_pad_nd.default: _of_padding,
+    }
+    for node in [node for node in graph.nodes if node.target in rules]:
         with graph.inserting_before(node):
-            new = _of_logarithm(node, are_scores) or _of_quotient(node, weights, are_scores)
-            new = new or _of_padding(node, are_scores)
+            new = rules[node.target](node, are_scores)
         if new is not None and new.meta["val"].dtype is node.meta["val"].dtype:
             new.meta = {**node.meta, "val": new.meta["val"]}
             node.replace_all_uses_with(new)
@@ -43,8 +45,6 @@ def spell_softmaxes(graph: fx.Graph, weights: Collection[fx.Node], are_scores: C
 
 def _of_logarithm(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.Node | None:
     """Return the softmax that the exponential of a log-softmax is."""
-    if node.target is not aten.exp.default:
-        return None
     log, dim = node.args[0], None
     if log.target is aten._log_softmax.default:
         dim = log.args[1]
@@ -55,10 +55,8 @@ def _of_logarithm(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.No
     return call(node.graph, aten._softmax.default, log.args[0], dim, False)
 
 
-def _of_quotient(node: fx.Node, weights: set[fx.Node], are_scores: Callable[[fx.Node], bool]) -> fx.Node | None:
+def _of_quotient(node: fx.Node, are_scores: Callable[[fx.Node], bool], weights: set[fx.Node]) -> fx.Node | None:
     """Return the softmax that exponentials are, divided by their sum."""
-    if node.target is not aten.div.Tensor:
-        return None
     graph, (powers, total), factor, hidden = node.graph, node.args, None, None
     added = sum_of(total) if isinstance(total, fx.Node) else None
     dims = [_reduced_along(node, aten.sum.dim_IntList, part) for part in (added[:2] if added else [total])]
@@ -104,7 +102,7 @@ def _beside(scores: fx.Node, added: Any, weights: set[fx.Node]) -> tuple[fx.Node
 
 def _of_padding(node: fx.Node, are_scores: Callable[[fx.Node], bool]) -> fx.Node | None:
     """Return the concatenation of scores with a column that they are padded by, in front or behind."""
-    if node.target is not aten.constant_pad_nd.default or not are_scores(node.args[0]):
+    if not are_scores(node.args[0]):
         return None
     (scores, widths), number, graph = node.args[:2], argument(node, "value"), node.graph
     if list(widths) not in ([1, 0], [0, 1]) or not isinstance(number, (int, float)):

@@ -8,7 +8,7 @@ feature of the query all the same: both are large, and so are their gradients, f
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import fx
@@ -17,7 +17,7 @@ from dta_compile.passes.axes.shape_rules import Labels, labels_in
 from dta_compile.passes.graphs.arguments import sum_of, where_of
 from dta_compile.passes.graphs.nodes import call, is_float
 from dta_compile.passes.graphs.operators import RESHAPES, aten
-from dta_compile.passes.lowering.attention.distances import Affine, Distances, Slope, hides
+from dta_compile.passes.lowering.attention.distances import Distances, Slope, hides
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.program import ancestors, has_tensor
 
@@ -30,6 +30,8 @@ class TokenBiases(Distances):
         of: label of the tokens.
     """
 
+    COMPUTES = False
+
     def __init__(
         self,
         graph: fx.Graph,
@@ -41,12 +43,6 @@ class TokenBiases(Distances):
     ) -> None:
         super().__init__(graph, dtype, exact)
         self.weights, self.of, self.other = weights, of, "k" if of == "q" else "q"
-
-    def _rounds(self, node: fx.Node) -> bool:
-        return False
-
-    def _affine(self, node: Any, labels: Labels) -> Affine | None:
-        return None
 
     def _slope(self, node: fx.Node, labels: Labels) -> Slope | None:
         if self.of in labels:

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import fx
 
-from dta_compile.passes.graphs.arguments import dim_of, select_of, slice_of
-from dta_compile.passes.graphs.nodes import call, copy_stack_trace, is_item
+from dta_compile.passes.graphs.arguments import run_of, select_of
+from dta_compile.passes.graphs.nodes import call, copy_stack_trace
 from dta_compile.passes.graphs.operators import CASTS, RESHAPES, aten
 from dta_compile.passes.lowering.attention.distances import cast
 from dta_compile.passes.lowering.attention.factors import (
@@ -170,18 +170,13 @@ def _dims(node: fx.Node, moves: list[fx.Node]) -> tuple[list[Dim], list[Dim]]:
 def _part(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     """Return source, axis and number of the one of several equal parts along an axis that a node is; or None."""
     if (selected := select_of(node)) is not None:
-        source, axis, number = selected
-    elif is_item(node) and node.args[0].target is aten.split.Tensor:
-        source, axis, number = node.args[0].args[0], dim_of(node.args[0]), node.args[1]
-    elif (part := slice_of(node)) is not None:
-        source, axis, start = part
-        size = sizes(node)[axis]
-        if not isinstance(start, int) or not size.is_Integer or start % int(size):
-            return None
-        number = start // int(size)
+        source, axis, start = selected
+        length = 1
+    elif (run := run_of(node)) is not None:
+        source, axis, start, length = run
     else:
         return None
-    count, size = sizes(source)[axis], 1 if len(sizes(node)) < len(sizes(source)) else sizes(node)[axis]
-    if not (count.is_Integer and (count / size).is_Integer) or count == size:
+    count = sizes(source)[axis]
+    if not length or not count.is_Integer or count % length or start % length or count == length:
         return None
-    return source, axis, number % int(count / size)
+    return source, axis, start % int(count) // length

@@ -33,7 +33,9 @@ from dta_compile.passes.graphs.operators import (
     aten,
     is_tagged_pointwise,
 )
+from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import depends_on_data, expression, sizes, symbolic, value_of
+from dta_compile.torch_compat.tensors import tree_leaves
 
 CHECKS = (aten._assert_scalar.default, aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default)
 # Operators with arguments that are indices.
@@ -180,7 +182,7 @@ class RowOperators:
         rule = rule_for(node.target) if node.target not in MIXERS else None
         if rule is None:
             raise Unproven(f"{node.target} has no token-wise rule", node)
-        layouts = {arg: self._layout_of(node, arg) for arg in node.all_input_nodes if _is_tensor(arg)}
+        layouts = {arg: self._layout_of(node, arg) for arg in node.all_input_nodes if has_tensor(arg)}
         try:
             derived = rule(node, Arguments(layouts, dense=lambda arg: False))
         except MixesTokens as mixes:
@@ -225,7 +227,7 @@ class RowOperators:
         """Raise Unproven if the number of selected rows is used as anything but a size of the result."""
         position = 0 if node.target is aten.full.default else 1 if node.target in TAKE_A_SHAPE else None
         for i, arg in enumerate([*node.args, *node.kwargs.values()]):
-            if i != position and any(size in self.sizes for size in _nodes(arg)):
+            if i != position and any(size in self.sizes for size in tree_leaves(arg)):
                 raise Unproven(f"{node.target}: how many rows are selected is used as a number", node)
 
     def _layout_of(self, node: fx.Node, arg: fx.Node) -> Layout:
@@ -275,7 +277,7 @@ class RowOperators:
             everywhere: the layout to which values that all rows share are expanded and filled, too; None: they are
                 left.
         """
-        if not _is_tensor(arg):
+        if not has_tensor(arg):
             return arg
         if arg in self._rows:
             return self._fill(self._value(arg), self._layouts[arg], number)
@@ -361,13 +363,3 @@ def drop_checks_of_numbers(graph: fx.Graph) -> None:
         expr = symbolic(value)
         if value is True or (expr is not None and (expr == sympy.true or depends_on_data(expr))):
             graph.erase_node(node)
-
-
-def _is_tensor(node: Any) -> bool:
-    return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
-
-
-def _nodes(arg: Any) -> list[fx.Node]:
-    nodes: list[fx.Node] = []
-    fx.node.map_arg(arg, nodes.append)
-    return nodes

@@ -13,7 +13,7 @@ operators that treat each slot by itself, so these are computed over unsorted sl
     out.index_add(0, order // k, rows)   a sum over the slots of each token
     out[order] = rows, rows[inverse]     the rows
 
-Groups are those of experts if their lengths are proven to be the experts' numbers of slots (`expert_counts`).
+Groups are those of experts if their lengths are proven to be the experts' numbers of slots (`slots`).
 Selections by a condition are left to `selected_rows`. Unproven nodes are left; before the last attention they are
 refused.
 """
@@ -41,16 +41,18 @@ from dta_compile.passes.graphs.nodes import (
     repeated_from,
 )
 from dta_compile.passes.graphs.operators import COPIES, RANGES, RESHAPES, aten
-from dta_compile.passes.lowering.experts.expert_counts import SORTS, Counts, is_exact_cast
 from dta_compile.passes.lowering.experts.row_operators import RowOperators, Rows, Unproven, drop_checks_of_numbers
 from dta_compile.passes.lowering.experts.selected_rows import ANY_ORDER
-from dta_compile.passes.lowering.experts.slot_numbers import (
+from dta_compile.passes.lowering.experts.slots import (
     INVERSE,
     SLOT,
+    SORTS,
     TOKEN,
+    Counts,
     Numbers,
     counts_from_zero,
     is_another_form,
+    is_exact_cast,
     repeated_for_slots,
 )
 from dta_compile.passes.program import tensors_of
@@ -423,7 +425,7 @@ class _Unsorting:
     def _note_group(self, node: fx.Node) -> None:
         groups = {self.groups[arg] for arg in node.all_input_nodes if arg in self.groups}
         values = tensors_of(node.meta["val"])
-        if len(groups) == 1 and values and all(any(map(_of_data, value.shape)) for value in values):
+        if len(groups) == 1 and values and all(any(map(depends_on_data, value.shape)) for value in values):
             self.groups[node] = groups.pop()
 
     def _join(self, node: fx.Node) -> None:
@@ -458,17 +460,13 @@ def _find_size(node: fx.Node) -> None:
         node.meta["val"] = node.args[0].meta["val"][node.args[1]]
         return
     arguments = [arg.meta["val"] for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
-    if not any(any(map(_of_data, result.shape)) for result in tensors_of(node.meta["val"])) or not arguments:
+    if not any(any(map(depends_on_data, result.shape)) for result in tensors_of(node.meta["val"])) or not arguments:
         return
-    if any(any(map(_of_data, value.shape)) for value in arguments) or node.target is aten.nonzero.default:
+    if any(any(map(depends_on_data, value.shape)) for value in arguments) or node.target is aten.nonzero.default:
         return
     if node.target in RESHAPES:
-        node.args = (node.args[0], [-1 if _of_data(value_of(size)) else size for size in node.args[1]])
+        node.args = (node.args[0], [-1 if depends_on_data(value_of(size)) else size for size in node.args[1]])
     with contextlib.suppress(RuntimeError, GuardOnDataDependentSymNode):
         new = call(node.graph, node.target, *node.args, **node.kwargs)
         node.meta["val"] = new.meta["val"]
         node.graph.erase_node(new)
-
-
-def _of_data(size: Any) -> bool:
-    return isinstance(size, torch.SymInt) and depends_on_data(size)

@@ -1,28 +1,149 @@
-"""Prove that a value counts the slots of each expert, or says where each expert ends among sorted slots.
+"""Facts about (token, expert) slots: integers that number them, places that are distinct, and counts of each expert's.
 
-Called by `sorted_slots`. A slot is a (token, expert) pair. The proof goes by the operators that compute the value:
-every expert index is less than the number of bins, each bin holds one index, and every slot is counted once.
+Called by `selected_rows` (`at_most_one`) and `sorted_slots`. A condition selects at most one slot of each token if it
+compares the indices of a `topk`. That a value counts the slots of each expert, or says where each expert ends among
+sorted slots, is proven by the operators that compute it: every expert index is less than the number of bins, each bin
+holds one index, and every slot is counted once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
+from dta_compile.passes.axes.shape_rules import Labels, labelled_source, labels_in
 from dta_compile.passes.graphs.arguments import argument, dim_of, select_of, slice_of
-from dta_compile.passes.graphs.nodes import First, behind, filled_with, is_item
+from dta_compile.passes.graphs.nodes import First, behind, filled_with, is_float, is_item
 from dta_compile.passes.graphs.operators import CASTS, COPIES, EXCHANGES, FILLS, KEEP_ORDER, RANGES, RESHAPES, aten
-from dta_compile.passes.lowering.experts.distinct_places import is_distinct_along
-from dta_compile.passes.lowering.experts.slot_numbers import EXACT, counts_from_zero
 from dta_compile.passes.symbols import depends_on_data, expression, sizes, value_of
 
+SLOT, TOKEN, INVERSE = "slot", "token", "inverse"
+EXACT = (torch.int64, torch.int32, torch.float64, torch.float32)  # hold the numbers of all slots
 SORTS = (aten.sort.default, aten.sort.stable)
 CHOICES = (*SORTS, aten.topk.default, aten.max.dim, aten.min.dim)  # of indices along a dimension
 ENTRIES = KEEP_ORDER | COPIES | EXCHANGES | {aten.permute.default, aten.slice.Tensor, aten.expand.default}
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """Integers that number slots, or their tokens.
+
+    Attributes:
+        of: `SLOT` or `TOKEN`; `INVERSE`: the position that each slot is sorted to.
+        is_sorted: whether they are in the order of sorted slots, not in that of tokens.
+        group: the expert whose slots they number; None: they number the slots of all experts.
+    """
+
+    of: str
+    is_sorted: bool = True
+    group: int | None = None
+
+
+def is_another_form(node: fx.Node) -> bool:
+    """Return whether a node has the numbers of its first argument, one per row, possibly repeated along the row."""
+    if node.target in COPIES or (node.target in CASTS and not is_float(node) and node.meta["val"].dtype in EXACT):
+        return True
+    source = node.args[0]
+    if node.target not in KEEP_ORDER | {aten.expand.default, aten.repeat.default} or not sizes(node):
+        return False
+    # A view that keeps all entries along the first dimension may have another symbol for their number.
+    is_column = node.target in KEEP_ORDER and len(sizes(source)) == 1 and all(size == 1 for size in sizes(node)[1:])
+    same = is_column or sizes(node)[0] == sizes(source)[0]
+    return same and not any(size.free_symbols for size in sizes(node)[1:])
+
+
+def counts_from_zero(node: fx.Node) -> bool:
+    """Return whether a range is 0, 1, 2, ..., in numbers that do not wrap or round."""
+    is_unit = argument(node, "start") in (None, 0) and argument(node, "step") in (None, 1)
+    return is_unit and node.meta["val"].dtype in EXACT
+
+
+def repeated_for_slots(node: fx.Node, slots: int, count: sympy.Expr) -> Iterator[fx.Node]:
+    """Yield the values `[N * k]` that repeat each entry of `node`, `[N]`, k times in a row, for k of at least two."""
+    for raised in node.users:
+        if raised.target not in KEEP_ORDER or sizes(raised) != (*sizes(node), 1):
+            continue
+        for expanded in raised.users:
+            if expanded.target is aten.expand.default and sizes(expanded) == (*sizes(node), slots):
+                pending = list(expanded.users)
+                while pending:
+                    user = pending.pop()
+                    if user.target in COPIES:
+                        pending += user.users
+                    elif user.target in RESHAPES and sizes(user) == (count,):
+                        yield user
+
+
+# ---- Distinct places
+
+
+def at_most_one(condition: fx.Node, slots: Sequence[int]) -> bool:
+    """Return whether a condition is non-zero for at most one entry along `slots`, its dimensions of constant size."""
+    if len(slots) != 1:
+        return False
+    slot = f"d{slots[0]}"
+    return _holds_once(condition, tuple(f"d{dim}" for dim in range(len(sizes(condition)))), slot)
+
+
+def _holds_once(node: fx.Node, at: Labels, slot: str) -> bool:
+    """Return whether an entry of `node` is non-zero for at most one place along `slot`, a label of its dimensions."""
+    source: Any = node.args[0] if node.args else None
+    if node.target in (aten.bitwise_and.Tensor, aten.logical_and.default, aten.mul.Tensor):
+        return any(_holds_once(arg, labels_in(arg, at), slot) for arg in node.all_input_nodes)
+    if node.target in CASTS or (node.target in (aten.ne.Scalar, aten.gt.Scalar) and node.args[1] == 0):
+        return _holds_once(source, at, slot)  # zeros stay zeros
+    if (moved := _source(node, at)) is not None:
+        return _holds_once(*moved, slot)
+    if node.target is aten.eq.Scalar:
+        return is_distinct_along(source, at, slot)
+    if node.target is aten.eq.Tensor:
+        left, right = node.args
+        pairs = ((left, right), (right, left))
+        return any(
+            slot not in labels_in(other, at) and is_distinct_along(numbers, labels_in(numbers, at), slot)
+            for numbers, other in pairs
+        )
+    return False
+
+
+def _source(node: fx.Node, at: Labels) -> tuple[fx.Node, Labels] | None:
+    """Return the value that a node is a copy, a view or one row of, and the labels of its dimensions."""
+    if (selected := select_of(node)) is None:
+        return labelled_source(node, at)
+    source, dim, _ = selected
+    return source, (*at[:dim], None, *at[dim:])
+
+
+def _keeps_numbers(node: fx.Node) -> bool:
+    """Return whether a node is a cast between index dtypes, under which distinct numbers stay distinct."""
+    wide = (torch.int32, torch.int64)
+    return node.target in CASTS and node.args[0].meta["val"].dtype in wide and node.meta["val"].dtype in wide
+
+
+def is_distinct_along(node: fx.Node, at: Labels, slot: str) -> bool:
+    """Return whether entries of `node` at two places along `slot`, a label of its dimensions, always differ."""
+    if at.count(slot) != 1:
+        return False
+    source: Any = node.args[0] if node.args else None
+    if _keeps_numbers(node) or node.target is aten.slice.Tensor:  # a slice has a subset of distinct entries
+        return is_distinct_along(source, at, slot)
+    if (moved := _source(node, at)) is not None:
+        return is_distinct_along(*moved, slot)
+    if node.target in RESHAPES and at[-1] == slot and sizes(source)[-1] == sizes(node)[-1]:
+        return is_distinct_along(source, ("other",) * (len(sizes(source)) - 1) + (slot,), slot)
+    is_choice = is_item(node) and node.args[1] == 1
+    if is_choice and source.target in (*SORTS, aten.topk.default):
+        return at[dim_of(source)] == slot
+    return False
+
+
+# ---- Counts
 
 
 def same_numbers(node: fx.Node) -> fx.Node:
@@ -165,7 +286,7 @@ class Counts:
         if not isinstance(value, (int, torch.SymInt)):
             return None
         expr = expression(value)
-        known = self._items(number.graph) if isinstance(number, fx.Node) else {}
+        known = self._items if isinstance(number, fx.Node) else {}
         expr = sympy.expand(expr.subs(known))
         return None if depends_on_data(expr) else sympy.expand(expr.subs(self.total, self.up_to(self.bound or 0)))
 
@@ -173,15 +294,15 @@ class Counts:
         """Return the number of slots of the first `experts` experts, as a sum; experts beyond the bound have none."""
         return sympy.Add(*(sympy.Symbol(f"count{i}", integer=True) for i in range(min(experts, self.bound or 0))))
 
-    def _items(self, graph: fx.Graph) -> dict[sympy.Symbol, sympy.Expr]:
-        if not hasattr(self, "_known"):
-            self._known: dict[sympy.Symbol, sympy.Expr] = {}
-            for node in graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default):
-                count = self._item(node.args[0])
-                symbol = expression(node.meta["val"]) if isinstance(node.meta["val"], torch.SymInt) else None
-                if count is not None and isinstance(symbol, sympy.Symbol):
-                    self._known[symbol] = count
-        return self._known
+    @functools.cached_property
+    def _items(self) -> dict[sympy.Symbol, sympy.Expr]:
+        known: dict[sympy.Symbol, sympy.Expr] = {}
+        for node in self.numbers.graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default):
+            count, value = self._item(node.args[0]), node.meta["val"]
+            symbol = expression(value) if isinstance(value, torch.SymInt) else None
+            if count is not None and isinstance(symbol, sympy.Symbol):
+                known[symbol] = count
+        return known
 
     def _item(self, node: fx.Node) -> sympy.Expr | None:
         if (selected := select_of(behind(node, CASTS | COPIES))) is None:

@@ -447,7 +447,7 @@ def cause(error: BaseException) -> str:
     """Return the reason why Dynamo cannot trace a function, with the user's line."""
     while error.__cause__ is not None and getattr(error.__cause__, "real_stack", None):
         error = error.__cause__
-    return _with_line((str(error).strip().splitlines() or [""])[0], getattr(error, "real_stack", None))
+    return _with_line(_reason(str(error)), getattr(error, "real_stack", None))
 
 
 def _clear_ids(*_: Any) -> None:
@@ -516,7 +516,7 @@ def graph_break(module: fx.GraphModule) -> str | None:
     if reason is None or not reason.graph_break:
         return None
     root, text = getattr(frames.calling(OutputGraph), "root_tx", None), str(reason.reason)
-    return _with_line(text.splitlines()[0], reason.user_stack) + _hooked(modules_at_hand(root) if root else (), text)
+    return _with_line(_reason(text), reason.user_stack) + _hooked(modules_at_hand(root) if root else (), text)
 
 
 def _hooked(modules: Iterable[torch.nn.Module], reason: str) -> str:
@@ -525,6 +525,13 @@ def _hooked(modules: Iterable[torch.nn.Module], reason: str) -> str:
     hooked = [f"{named[m]} ({type(m).__name__})" for m in named if m._backward_hooks or m._backward_pre_hooks]
     names = ", ".join(hooked) or "all modules (torch.nn.modules.module.register_module_full_backward_hook)"
     return f"; backward hooks are on {names}" if "backwards hooks" in reason else ""
+
+
+def _reason(text: str) -> str:
+    """Return the first line of a message of Dynamo's, with the reason that its explanation may give."""
+    first, *others = text.strip().splitlines() or [""]
+    _, _, why = next((line for line in others if line.lstrip().startswith("Explanation:")), "").partition("Reason: ")
+    return f"{first}: {why.partition('. ')[0].rstrip('.')}" if why and why not in first else first
 
 
 def _with_line(reason: str, stack: Any) -> str:

@@ -45,6 +45,9 @@ def wrap_once(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         wrapped = functools.wraps(original)(wrapper(original))
         setattr(wrapped, MARK, (*known, own))
         setattr(owner, name, wrapped)
+        for method in getattr(owner, "tp_methods", {}).values():  # how Dynamo finds methods since torch 2.15
+            if method.handler is original:
+                method.handler = wrapped
 
 
 def as_wrapper(replacement: Callable[..., Any]) -> Callable[[Any], Any]:

@@ -128,10 +128,13 @@ def lower(program: Program) -> None:
         node.meta["source"] = _readable(spec.name)
 
 
+ASSIGNS_DATA = ("set_", "shallow_copy_data_")  # before torch 2.15, and since
+
+
 def _refuse_assigned_data(captured: fx.GraphModule) -> None:
     """Raise RefusalError for `p.data = x`: no trace shows the new storage, so values and gradients would be lost."""
     for node in all_nodes(captured):
-        if name_of(node) == "set_":
+        if name_of(node) in ASSIGNS_DATA:
             raise RefusalError(
                 "the model assigns to the .data of a tensor",
                 where=where(node),

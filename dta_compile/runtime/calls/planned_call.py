@@ -346,7 +346,8 @@ def _at_forks(ids: Integers, tree: PrefixTree, begins: Integers) -> Integers:
     """Return the ids `[N, 2]` of neighbours where they fork, as `PrefixTree.forks`, whose codes join all keys."""
     forks = np.zeros((len(tree.order), 2), np.int64)
     neighbours = begins[np.stack([tree.order[:-1], tree.order[1:]], 1)]
-    forks[1:] = ids[np.minimum(neighbours + tree.common[1:, None], len(ids) - 1)]
+    if len(ids):  # else all is padding
+        forks[1:] = ids[np.minimum(neighbours + tree.common[1:, None], len(ids) - 1)]
     return forks
 
 

@@ -8,7 +8,7 @@ import dta_compile
 from dta_compile.errors import VerificationError
 from dta_compile.runtime.verification import sample, self_check
 from tests.support.inside import inside
-from tests.support.tiny import SMALL_CHUNKS, BareLM, TinyLM, assert_same, log_probs, shared_ids, weighted
+from tests.support.tiny import SMALL_CHUNKS, BareLM, TinyLM, after, assert_same, log_probs, shared_ids, weighted
 
 
 def dta(function, **options):
@@ -354,6 +354,24 @@ def test_a_metric_is_checked_at_the_first_call_that_has_padding(verify, masked):
         else:
             with pytest.raises(VerificationError, match=r"output 1 \(.*depends on padding"):
                 compiled(ids, mask)
+
+
+@pytest.mark.parametrize("verify", ["auto", "always"])
+def test_the_last_columns_are_of_tokens_and_their_mean_is_none(verify):
+    """Both have no token axis, and here padding alone determines the last column."""
+    torch._dynamo.reset()
+    model, ids = BareLM(), shared_ids(4, 9)
+    mask = torch.arange(9) < torch.tensor([[8], [6], [8], [7]])
+
+    def log_probs_kept(ids, mask):
+        return model(ids, mask)[:, -4:].log_softmax(-1)
+
+    compiled = dta(log_probs_kept, verify=verify, **SMALL_CHUNKS)
+    kept, both = mask[:, -4:, None], (compiled, log_probs_kept)
+    assert_same(*(after(model, lambda f=f: ((f(ids, mask) * kept).sin().sum().backward(),)) for f in both))
+    averaging = dta(lambda ids, mask: (log_probs_kept(ids, mask), model(ids, mask)[:, -1].mean()), verify=verify)
+    with pytest.raises(VerificationError, match=r"output 1 .*depends on padding"):
+        averaging(ids, mask)
 
 
 def test_a_metric_of_real_tokens_is_not_computed_twice_in_later_calls(monkeypatch):

@@ -80,10 +80,16 @@ class BatchLayout:
 
     def padding(self, index: int) -> torch.Tensor | None:
         """Return a bool mask of the dense frontier value at padding that outputs depend on; None: there is none."""
-        value, uncovered = self.frontier[index], self.uncovered[index]
-        if uncovered is None:
-            return None
-        entries = upload(uncovered, self.device).reshape(-1, *[1] * len(value.features))
+        uncovered = self.uncovered[index]
+        return None if uncovered is None else self._mask_of(index, uncovered)
+
+    def mask_of(self, index: int, tokens: Booleans) -> torch.Tensor:
+        """Return a bool mask of the dense frontier value at tokens `[B, S]`."""
+        return self._mask_of(index, _entries(tokens, self.windows[index]))
+
+    def _mask_of(self, index: int, chosen: Booleans) -> torch.Tensor:
+        value = self.frontier[index]
+        entries = upload(chosen, self.device).reshape(-1, *[1] * len(value.features))
         return self._from_entries(value, entries.expand(-1, *value.features), self.batch)
 
     def add_row_gradient(self, index: int, buffer: RowBuffer, grad: torch.Tensor, row: int) -> torch.Tensor | None:

@@ -6,11 +6,13 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from dta_compile.errors import VerificationError
 from dta_compile.executable.executable import Executable
 from dta_compile.runtime.calls.planned_call import Run
+from dta_compile.runtime.rows.batch_rows import Booleans
 
 # Largest accepted difference relative to the largest entry; rounding differs because sums run in another order.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
@@ -57,11 +59,39 @@ class Probe:
         """Outputs for frontier values with numbers at padding that are in the range of the others."""
         return self._outputs(self._plausible)
 
-    def _outputs(self, perturbed: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]) -> tuple[Any, ...]:
+    @functools.cached_property
+    def mixed(self) -> dict[int, torch.Tensor]:
+        """Masks, bool, of the entries of each output without a token axis that several tokens change.
+
+        The numbers of any two tokens differ in a bit, by which they are in different halves.
+        """
+        outputs = [(i, out) for i, out in enumerate(self.run.outputs) if isinstance(out, torch.Tensor)]
+        mine = {i: real_parts(out.detach()) for i, out in outputs if not self.outputs[i].is_over_tokens}
+        mixed = {i: torch.zeros_like(out, dtype=torch.bool) for i, out in mine.items()}
+        layout = self.run.call.alone.layout
+        numbers = np.arange(layout.valid.size).reshape(layout.valid.shape)
+        for bit in range((numbers.size - 1).bit_length()):
+            half = (numbers >> bit) % 2 == 0
+            one, other = (self._with_others_at(tokens) for tokens in (half, ~half))
+            for i, out in mine.items():
+                mixed[i] |= _differs(one[i], out) & _differs(other[i], out)
+        return mixed
+
+    def _with_others_at(self, tokens: Booleans) -> tuple[Any, ...]:
+        """Return the outputs for frontier values with large numbers at tokens `[B, S]`."""
+        layout, wanted = self.run.call.alone.layout, self.run.call.wanted
+        masks = [layout.mask_of(i, tokens) if is_wanted else None for i, is_wanted in enumerate(wanted)]
+        return self._outputs(self._padded, masks)
+
+    def _outputs(
+        self,
+        perturbed: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
+        masks: Sequence[torch.Tensor | None] | None = None,
+    ) -> tuple[Any, ...]:
+        """Return the outputs for perturbed frontier values, each given its mask, by default of padding."""
+        wanted = self.run.call.wanted  # others are computed later
+        triples = zip(self.run.frontier, masks or self.padding, wanted, strict=True)
         with torch.no_grad():
-            triples = zip(
-                self.run.frontier, self.padding, self.run.call.wanted, strict=True
-            )  # others are computed later
             return self.run.outputs_of([perturbed(v, mask) if wanted else v for v, mask, wanted in triples])
 
     def _random(self, value: torch.Tensor) -> torch.Tensor:
@@ -104,28 +134,33 @@ class Probe:
         return torch.where(mask, low + (high - low) * share.to(value.dtype), value)
 
     def require_no_padding(self, index: int) -> None:
-        """Raise VerificationError if padding changes an output without a token axis, such as a metric."""
+        """Raise VerificationError if padding changes an output that is no token's, such as a metric.
+
+        Entries that one token alone changes are that token's, also in outputs without a token axis: the last columns.
+        """
         output, mine = self.outputs[index], self.run.outputs[index]
         if not self.has_padding or not isinstance(mine, torch.Tensor) or output.is_over_tokens:
             return
         mine, others = real_parts(mine.detach()), [real_parts(other[index]) for other in (self.plausible, self.padded)]
-        if any(self._is_changed(mine, other) for other in others):
+        if any(self._is_changed(index, mine, other) for other in others):
             raise VerificationError(
                 f"output {index} ({output.name}) depends on padding, which the prefix tree does not compute",
                 where=output.where,
                 expected="values of real tokens, masked before they are counted",
                 got="another value with other numbers at padding",
-                hint="multiply by the mask before the mean, or masked_fill before the maximum; "
+                hint="multiply by the mask before the mean, or masked_fill before the maximum; padding on the left "
+                "predicts each row's first token, whose label has to be -100; "
                 "options={'verify': 'off'} accepts it as it is",
             )
 
-    def _is_changed(self, mine: torch.Tensor, other: torch.Tensor) -> bool:
-        """Return whether an entry that is finite in both changes by more than rounding."""
+    def _is_changed(self, index: int, mine: torch.Tensor, other: torch.Tensor) -> bool:
+        """Return whether an entry that is finite in both, and not of one token, changes by more than rounding."""
         if other.shape != mine.shape:
             return True
         is_float = mine.is_floating_point()
         changed = (other - mine).abs() > self.tolerance * largest_entry(mine) if is_float else other != mine
-        return bool((changed & mine.isfinite() & other.isfinite()).any())
+        changed = changed & mine.isfinite() & other.isfinite()
+        return bool(changed.any()) and bool((changed & self.mixed[index]).any())
 
     def compare_output(self, index: int, theirs: Any, rounding: float = 0.0) -> float | None:
         """Return the largest relative difference of an output; None if it cannot be compared.
@@ -163,10 +198,10 @@ class Probe:
         same = (others[0] == mine) & (others[1] == mine)
         if not mine.is_floating_point():
             return same
-        # Exact for outputs over tokens: entries of real tokens never change, and among many at padding some would come
+        # Exact for entries of one token: those of real ones never change, and among many at padding some would come
         # close by chance. Sums over tokens may change by rounding.
-        if not self.outputs[index].is_over_tokens:
-            same |= (others[0] - mine).abs() <= self.tolerance * largest_entry(theirs)
+        if not self.outputs[index].is_over_tokens and not bool(same.all()):
+            same |= ((others[0] - mine).abs() <= self.tolerance * largest_entry(theirs)) & self.mixed[index]
         return same & theirs.isfinite() & compared
 
     def is_differentiable(self, index: int, out: Any) -> bool:
@@ -217,6 +252,12 @@ def precision(executable: Executable, device: torch.device) -> torch.dtype:
     if least is torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         return torch.float16  # the same mantissa as TF32
     return least
+
+
+def _differs(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return where a value differs from another; everywhere if it has another shape."""
+    value = real_parts(value)
+    return value != other if value.shape == other.shape else torch.ones_like(other, dtype=torch.bool)
 
 
 def real_parts(value: torch.Tensor) -> torch.Tensor:

@@ -421,6 +421,7 @@ def test_gradient_checkpointing(way):
     assert len(layer._forward_hooks) == len(layer._forward_pre_hooks) == (way == "composable")
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_that_comes_and_goes_compiles_nothing_anew():
     """As trainers have it: off to generate and score, on to train, with new hooks at the embedding each time."""
     transformers = pytest.importorskip("transformers")
@@ -490,6 +491,7 @@ def test_a_batch_of_one_with_a_padding_mask(lengths):
         assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
 
 
+@pytest.mark.slow
 def test_engines_of_models_that_are_gone_go_but_for_the_latest():
     engines_alive, times = weakref.WeakSet(), []
     for width in (16, 16, 20, 24, 28, 28):

@@ -54,6 +54,7 @@ def test_models_are_one_graph(name):
     assert all(level.requires_grad and level.dim() == 2 for level in call.meta["example_value"])
 
 
+@pytest.mark.slow
 def test_a_graph_belongs_to_its_model_and_to_what_it_trains():
     models, graphs = [build("llava") for _ in range(2)], Graphs()
     with torch.no_grad():
@@ -169,6 +170,7 @@ WRITES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", WRITES)
 def test_writes_to_features_of_methods(how):
     """What is written once for equal images has to be the same for each of them, and for each read."""

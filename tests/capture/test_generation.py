@@ -105,6 +105,7 @@ def test_scoring_shares_prefixes_although_the_model_makes_a_cache(model, grad_mo
     assert "rows share nothing" in str(said) and "KV cache" in str(said)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("new_tokens", [1, 3])
 def test_a_cache_under_gradients_is_refused(model, new_tokens):
     ids, _ = prompts()
@@ -128,6 +129,7 @@ def test_gradients_through_the_returned_cache_are_refused(model):
         keys.sum().backward()
 
 
+@pytest.mark.slow
 def test_a_cache_that_nobody_reads_is_not_computed(analysed_anew, model):
     eager = copy.deepcopy(model)
     model.compile(backend="dta", options={"verify": "off"})

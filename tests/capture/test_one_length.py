@@ -134,11 +134,13 @@ def test_a_table_of_the_latest_length_serves_later_steps():
     check(Caching(), 9, 9, 12)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("last", [False, True])
 def test_a_table_of_exactly_the_length_is_cut_to_it(last):
     check(Growing(last), *(9, 9) if last else (9, 9, 7))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("model", "tokens"), [(Slicing, 9), (Masking, 6), (Learned, 12), (Reshaping, 9)])
 def test_what_holds_for_one_length_runs_over_the_tree(model, tokens):
     check(model(), tokens)

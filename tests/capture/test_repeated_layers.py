@@ -495,6 +495,7 @@ def a_dict_of_hooks_of_its_own(net):
     net.blocks[3].norm._forward_hooks = {0: lambda module, args, result: result * 2}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "change",
     [

@@ -58,6 +58,7 @@ def test_calls_after_one_inside_a_dispatch_mode_share_prefixes(caplog):
     assert caplog.text.count("inside a dispatch mode (Counting)") == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("called_before", "of_all"), [(True, False), (False, True)])
 def test_a_call_after_a_refused_one_is_not_refused(called_before, of_all):
     model, ids = TinyLM(), shared_ids()
@@ -94,6 +95,7 @@ class Looping(TinyLM):
         return self.head(self.norm(x))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("called_before", [True, False])
 def test_a_break_without_gradients_leaves_training_alone(called_before):
     model, ids = Looping(), shared_ids()

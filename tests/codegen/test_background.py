@@ -177,6 +177,7 @@ def test_threads_run_each_its_own_code():
     assert piece() is None
 
 
+@pytest.mark.slow
 def test_recorded_graphs_are_recorded_again_with_other_code(model, pretended, monkeypatch):
     monkeypatch.setattr(arenas.ReplayCache, "pays", lambda cache, device, chunks: True)
     monkeypatch.setattr(arenas, "CudaRecorder", Recorder)
@@ -392,6 +393,7 @@ def group_of(leader):
     return found
 
 
+@pytest.mark.sample(1)
 @needs_posix
 @pytest.mark.parametrize("way", [pytest.param("exit", marks=pytest.mark.slow), "at once", "at work"])
 def test_no_process_outlives_the_one_that_it_works_for(way, tmp_path):

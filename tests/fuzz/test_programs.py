@@ -16,6 +16,7 @@ from tests.fuzz.relations import Weighted, gradients, relations, weigh
 PROGRAMS = 4
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", range(PROGRAMS))
 def test_drawn_programs_equal_eager_or_are_refused_by_name(number):
     program = drawn(number)

@@ -124,7 +124,7 @@ class Quantised(nn.Module):
 
 
 @pytest.mark.parametrize("options", [{"memory_budget": 0}, {"codegen": "inductor"}, {"strategy": "dfs"}], ids=str)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_function_of_weights_runs_in_every_chunk(options):
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -207,6 +207,7 @@ def scaled(view):
     return lambda x: Scaled.apply(x, view, x.shape).tanh() + Scaled.apply(x * 2, view, x.shape)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "of_tokens",
     [
@@ -417,6 +418,7 @@ class Weighted(Functions):
         self.weight = nn.Parameter(torch.linspace(0.1, 1.0, 16).double())
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("function", [JumpReLU, RMSNorm, LearnedStep, Linear, PerHead])
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_function_of_tokens_and_a_weight_runs_over_the_tree(function, flat):
@@ -451,6 +453,7 @@ def test_a_function_of_tokens_and_a_weight_that_mixes_tokens_is_refused(function
         torch.compile(model, backend="dta")(shared_ids())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1, 8), (8,)])
 def test_a_weight_per_head(shape):
     torch._dynamo.reset()
@@ -468,6 +471,7 @@ def test_a_weight_per_head(shape):
     assert dta_compile.last_plan(compiled).stats.compression > 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_an_axis_of_constant_size_is_no_feature(dim):
     class Softmax(torch.autograd.Function):

@@ -97,6 +97,7 @@ def compiled(monkeypatch):
     return compile_with
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "mixers"), [(Alternating, 2), (JoinedByFirst, 1), (WrittenOver, 1)])
 def test_executable_of_a_few_copies_is_that_of_all(model, mixers, compiled):
     model, found, run_passes = model(layers=LAYERS * mixers), [], passes.run_passes
@@ -119,6 +120,7 @@ def test_executable_of_a_few_copies_is_that_of_all(model, mixers, compiled):
     assert _text(program) == _text(whole)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model", [ScaledDifferently, AllStates, OneShared, Frozen, Borrowed])
 def test_layers_that_are_no_copies_are_kept(model, compiled):
     found = []

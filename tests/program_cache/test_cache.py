@@ -114,6 +114,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", CASES)
 def test_a_program_that_was_found_does_what_the_analysed_one_does(case, compiled):
     make, args, real = CASES[case]

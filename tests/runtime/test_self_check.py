@@ -141,6 +141,7 @@ def test_calls_are_checked_until_one_is_right(monkeypatch, verify):
     assert "outputs within" in check_line(compiled) and engine_of(compiled).checked
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_divergence_of_equal_models_is_only_rounding(dtype, monkeypatch):
     """Its gradient is zero but for rounding, as at the first step of a run with a penalty on it; a wrong one is not."""
@@ -330,6 +331,7 @@ def test_a_metric_that_counts_padding_is_refused_though_no_gradient_tells_of_it(
         assert "within" in check_line(compiled)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("verify", ["auto", "first", "always", "off"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_metric_is_checked_at_the_first_call_that_has_padding(verify, masked):
@@ -356,6 +358,7 @@ def test_a_metric_is_checked_at_the_first_call_that_has_padding(verify, masked):
                 compiled(ids, mask)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("verify", ["auto", "always"])
 def test_the_last_columns_are_of_tokens_and_their_mean_is_none(verify):
     """Both have no token axis, and here padding alone determines the last column."""

@@ -127,6 +127,7 @@ def test_retain_graph_allows_a_second_backward(model, compiled):
     both(model, compiled, step)
 
 
+@pytest.mark.slow
 def test_a_retained_backward_of_earlier_states_leaves_later_layers_without_gradients():
     model = TinyLM(layers=3)
 
@@ -206,6 +207,7 @@ def test_derivatives_in_forward_mode_are_refused_or_right():
             torch.testing.assert_close(*both)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_scoring_runs_forward_over_the_tree_only(model, compiled, mode):
     with mode():
@@ -413,6 +415,7 @@ def test_optimisers_in_the_backward_averages_and_muon_equal_eager(train):
     assert_same(dict(model.named_parameters()), dict(eager.named_parameters()))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("backward", [True, False])
 def test_a_finished_step_keeps_no_activations(model, compiled, backward):
     from dta_compile.runtime.path.stack import PathStack

@@ -73,6 +73,7 @@ def of_packed_rows(query, key, both):
     return ((query >= key) | ((blocks[..., :, None] == blocks[..., None, :]) & (blocks[..., None] > 0))) & same_sequence
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("mask", "blocks", "tokens"),
     [

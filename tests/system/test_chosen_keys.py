@@ -276,7 +276,7 @@ def compiled_with(model, **options):
     ],
     ids=str,
 )
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 def test_every_query_reads_the_keys_chosen_for_it(model, options):
     model, batch = Sparse(**model), make_batch(rollouts(V))
     loss = random_loss(batch, V)
@@ -290,6 +290,7 @@ def test_every_query_reads_the_keys_chosen_for_it(model, options):
     assert_equal(measure(compiled, model, batch, loss, ids_and_mask), other, EXACT)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("chunk_size", "window"), [(3, None), (64, None), (64, KEYS - 1)])
 def test_branches_of_the_tree_choose_keys_of_their_own(monkeypatch, chunk_size, window):
     model, batch, by_tree, by_rows = Sparse(shared=True, windows=(window,) * 2), make_batch(rollouts(V)), set(), set()
@@ -325,6 +326,7 @@ def test_rows_of_fewer_tokens_than_an_index_chooses(mask):
         assert_equal(measure(compiled, model, batch, loss, ids_and_mask), expected, EXACT)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("scores", "heads", "mask"),
     [
@@ -421,7 +423,7 @@ REFUSED = [
     [pytest.param(*case, marks=[pytest.mark.slow] * (n % 3 > 0)) for n, case in enumerate(REFUSED)],
     ids=lambda value: str(value) if isinstance(value, dict) else value,
 )
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_other_choices_are_refused(model, reason):
     with pytest.raises(RefusalError, match=reason):
         ids_and_mask(compiled_with(Sparse(**model)), make_batch(rollouts(V)))

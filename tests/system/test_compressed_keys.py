@@ -122,7 +122,7 @@ def test_operators_without_a_tree(stride, chooses):
         (40, True, {"chunk_size": 100}),
     ],
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_operators_over_a_tree(stride, chooses, options):
     ours, exact = pair(stride, chooses)
     batch = make_batch(rollouts(V))
@@ -173,6 +173,7 @@ class Blocks(nn.Module):
         return chosen
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("stride", "options"), [(2, {"chunk_size": 3, "memory_budget": 0}), (3, {"chunk_size": 1})])
 def test_windows_as_blocks(stride, options):
     torch.manual_seed(0)

@@ -211,6 +211,7 @@ class Followed(Counted):
         return weights, chosen
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("mixture", "message"), [(Checkpointed, "checkpoint|graph break"), (Followed, "writes to")])
 def test_refused(mixture, message):
     torch._dynamo.reset()

@@ -103,7 +103,7 @@ def tokens_run(compiled):
 
 
 @pytest.mark.parametrize("put", ["scatter", "write", "add"])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_equal_images_share_and_different_ones_fork(put):
     model = Reader(put)
     compiled = torch.compile(model, backend="dta")
@@ -130,6 +130,7 @@ def test_images_at_any_depth(reader, layout):
     assert_same(compiled_run(compiled, model, *batch), one_by_one(model, *batch))
 
 
+@pytest.mark.slow
 def test_images_are_encoded_in_groups_that_fit_into_the_budget():
     model = Reader()
     compiled = torch.compile(model, backend="dta", options={"memory_budget": 0, "codegen": "eager"})
@@ -172,7 +173,7 @@ def test_more_placeholders_than_features():
 
 
 @pytest.mark.parametrize("put", ["scatter", "write", "put", "add"])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_more_features_than_placeholders(put):
     model = Reader(put)
     compiled = torch.compile(model, backend="dta", options={"codegen": "eager"})
@@ -225,7 +226,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("how", WRITES)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_writes_to_features_count_for_reads_behind_them(how):
     def writing(*at):
         def write(place, value):
@@ -283,6 +284,7 @@ def test_writes_to_pixels_that_are_inputs_are_refused():
         compiled(*rows_of([[1, "a", 2], [1, "b", 3]]))
 
 
+@pytest.mark.slow
 def test_an_encoder_over_a_fixed_number_of_images():
     class Loop(Reader):
         def encode(self, pixels):

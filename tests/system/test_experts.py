@@ -288,6 +288,7 @@ def test_experts_that_are_frozen_get_no_gradient(batch, loss):
     assert not operators & {EXPERT_PRODUCTS, EXPERT_PRODUCTS_}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=slow)])
 def test_adapters_of_experts(dtype, batch, loss):
     peft = pytest.importorskip("peft")
@@ -324,6 +325,7 @@ def test_autocast_rounds_like_eager(experts, batch, loss):
     assert_within_rounding(found, rounded, exact)
 
 
+@pytest.mark.slow
 def test_router_noise_is_refused_by_name():
     model = build("mixtral", router_jitter_noise=0.1)
     with pytest.raises(RefusalError, match="router noise"):

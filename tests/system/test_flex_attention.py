@@ -84,6 +84,7 @@ def test_a_mask_made_inside_and_a_soft_cap():
     assert_equals_eager(WrittenLM(mask_made_inside, kv_heads=KV_HEADS), shared_ids(4, 9))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", [Documents, Checkpointed])
 def test_a_mask_that_is_given_is_for_one_length(model, caplog):
     def attend(model, q, k, v, mask):
@@ -95,6 +96,7 @@ def test_a_mask_that_is_given_is_for_one_length(model, caplog):
     assert "a graph holds for one number of tokens because of" in caplog.text
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("call", "words"),
     [

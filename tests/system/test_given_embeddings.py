@@ -80,7 +80,7 @@ def padded(model):
     "make", [leaf, retained, hooked, through_its_node, joined, padded], ids=lambda make: make.__name__
 )
 @pytest.mark.parametrize("options", [{"chunk_size": 3}, {"sweep": "stages", "memory_budget": 0}], ids=["dfs", "stages"])
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 def test_rows_have_gradients_of_their_own(make, options):
     model = Given()
     compiled = torch.compile(model, backend="dta", options=options)
@@ -98,6 +98,7 @@ class Prompted(TinyLM):
         return self.head(self.mix(x + self.position(torch.arange(x.shape[1]))))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tokens", [3, len(IDS)], ids=["a few", "as many as rows"])
 def test_a_prompt_of_all_rows_is_shared(tokens):
     model = Prompted()

@@ -64,6 +64,7 @@ def run(function, model):
     return after(model, step)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FRONTS)
 def test_parts_along_the_token_axis(name):
     model, ids = Prompted(FRONTS[name]), shared_ids()

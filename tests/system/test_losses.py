@@ -172,6 +172,7 @@ def test_any_loss_of_log_probs_outside(model, compiled_log_probs, name):
     assert_same(after(model, lambda: step(compiled_log_probs)), expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", [name if name in INSIDE else pytest.param(name, marks=pytest.mark.slow) for name in LOSSES_OF_LOG_PROBS]
 )
@@ -206,6 +207,7 @@ def one_model_twice(model, ids):
     return ((log_probs(model(ids), ids) - old).exp() * ADVANTAGES).mean()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "function",
     [policy_and_reference, full_kl, one_model_twice, pytest.param(reference_by_detach, marks=pytest.mark.slow)],
@@ -257,7 +259,7 @@ LIKE_THE_LAST = ("from k", "one before the last", "completion of a prompt")  # a
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in LIKE_THE_LAST else name for name in SLICES]
 )
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 def test_slices_of_the_tokens(model, name):
     def loss(ids):
         picked = SLICES[name](model, ids)

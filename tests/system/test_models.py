@@ -53,6 +53,7 @@ ALIKE = (
 )  # show what others show, nearly
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in FAMILIES]
 )
@@ -290,7 +291,7 @@ ONE_BY_ONE = ("products", "reductions", "pointwise")  # their rules are tried on
 @pytest.mark.parametrize(
     "group", [pytest.param(group, marks=pytest.mark.slow) if group in ONE_BY_ONE else group for group in OPERATORS]
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_hand_written_module(group):
     model = HandWritten(OPERATORS[group]).double()
     sequences = [s for s in rollouts(V, seed=5, length=12) if len(s) > 6]

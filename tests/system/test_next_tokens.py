@@ -81,6 +81,7 @@ def test_each_token_with_the_next_one(further):
         assert_same(after(compiled, model, ids), after(model, model, ids))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "model", [pytest.param({"depth": 2}, marks=pytest.mark.slow), {"mask": True}, {"further": Split}]
 )

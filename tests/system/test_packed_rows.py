@@ -152,6 +152,7 @@ def packings(draw):
     return draw(st.lists(st.lists(sequence, min_size=1, max_size=5), min_size=rows, max_size=rows))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("window", [None, 3])
 def test_random_packings(window):
     model = Packed(window)

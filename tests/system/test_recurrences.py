@@ -281,6 +281,7 @@ def test_many_batches(compiled, case, chosen, loss):
     compiled.check(case, chosen, loss)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("chunk_size", "padding"),
     [

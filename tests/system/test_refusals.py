@@ -253,7 +253,7 @@ def clipped_gradient(block, x, q, k, v):
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 def test_refusals_name_the_cause_and_the_users_line(change, message):
     error = refusal(change)
     assert message in str(error)

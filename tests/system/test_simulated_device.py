@@ -40,6 +40,7 @@ def check_gradients(device, model, expected):
         device.put(parameter).grad = None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [{}, {"memory_budget": 0}, {"strategy": "dfs"}, pytest.param({"strategy": "vanilla"}, marks=pytest.mark.slow)],

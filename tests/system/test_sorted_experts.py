@@ -154,6 +154,7 @@ class Groups(Added):
 WAYS = [Split, ScoresBefore, Slices, Ends, Inverse, Added, Minimind, Written, Gathered, Parallel, Groups]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mixture", one_by_one(WAYS, (Split, Parallel)))
 def test_sorted_as(mixture):
     assert_exact(Once(mixture))
@@ -365,6 +366,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mixture", one_by_one(REFUSED, (OfOthers, NotBack)))
 def test_refused(mixture):
     torch._dynamo.reset()
@@ -407,6 +409,7 @@ class OneFeature(SummedInOrder):
 BEHIND = [SummedInOrder, SortedByOne, OneFeature]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mixture", one_by_one(BEHIND, (SortedByOne, OneFeature)))
 def test_left_as_it_is_behind_the_last_attention(mixture):
     torch._dynamo.reset()

@@ -46,6 +46,7 @@ def same(model, compiled, step, stride=2):
     assert dta_compile.last_plan(compiled).schedule.stride == stride
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stride", [2, 3, 7])
 def test_strides_are_exact_with_padding_and_in_a_second_backward(model, compiled, stride):
     def step(forward):

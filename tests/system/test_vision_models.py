@@ -105,6 +105,7 @@ def test_images_whose_tokens_attend_to_each_other(attention):
 GIVEN = ("llava", "qwen3_vl", "gemma3", "idefics3", "mistral3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name == "llava" else pytest.param(name, marks=pytest.mark.slow) for name in GIVEN]
 )
@@ -121,6 +122,7 @@ def test_pixels_next_to_given_embeddings(name):
     assert plan.stats.compression == 1
 
 
+@pytest.mark.slow
 def test_an_encoder_that_is_trained_alone_and_checkpointed():
     model = build("llava")
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -234,6 +236,7 @@ def with_videos(call):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
 def test_images_and_videos_in_one_call(name):
     """Qwen3-VL joins the features of both for each of its levels."""
@@ -257,6 +260,7 @@ def test_counts_of_placeholders_and_features_are_checked():
 SOUNDS = [[5, "a", 7, 8], [5, "a", 7, 9], [5, "b", 7, "c", 2], [5, 6, 4]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -183,6 +183,7 @@ def by_gates_in_more_digits(model, q, k, v, pairs):  # the Forgetting Transforme
     return ((q @ k.mT * 0.5 + far).softmax(-1).to(v.dtype) @ v).transpose(1, 2).double()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", [by_key_in_more_digits, by_gates_in_more_digits])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_bias_of_keys_is_not_rounded_to_their_digits(way, dtype):
@@ -407,6 +408,7 @@ def test_learned_biases_of_keys():
     assert dta_compile.last_plan(compiled).stats.compression > 1
 
 
+@pytest.mark.slow
 def test_a_learned_bias_of_keys_beside_padding():
     ids = shared_ids(4, 9)
     real = torch.ones_like(ids, dtype=torch.bool)
@@ -432,6 +434,7 @@ def less_a_learned_number(model, q, k, v, pairs):
     return (powers / ((-less).exp() + powers.sum(-1, keepdim=True)) @ v).transpose(1, 2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("way", "message"),
     [
@@ -481,6 +484,7 @@ def by_profile_of_relative_positions(model, q, k, v, pairs):  # clipped, as Shaw
     return (causal(q @ k.mT + 0.5 * bias - slopes) @ v).transpose(1, 2)
 
 
+@pytest.mark.slow
 def test_learned_biases_by_query_and_distance():
     ways = by_profile, by_profile_in_a_mask, by_profile_of_relative_positions
     compiled = assert_equals_eager(WrittenLM(*ways), shared_ids(5, 9))
@@ -520,6 +524,7 @@ def no_weight_beside_learned_slopes(model, q, k, v, pairs):  # softmax1
     return beside_sinks(q, k, v, -model.scale[:, None, None] * steps(q.shape[2]), torch.zeros(HEADS).double())
 
 
+@pytest.mark.slow
 def test_sinks_by_token_and_beside_biases_by_distance():
     ways = (
         sinks_by_token,
@@ -639,6 +644,7 @@ def test_tables_by_distance(options):
     assert dta_compile.last_plan(compiled).stats.compression > 1.5
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["alibi", "distance"])
 def test_tables_that_are_no_function_of_the_distance(name):
     model, ids = TabledLM(by_alibi_of_pairs if name == "alibi" else by_an_index_of_pairs), shared_ids(4, 9)
@@ -669,6 +675,7 @@ def by_numbers_on_the_diagonal(model, q, k, v, pairs):
     return (causal(q @ k.mT + table) @ v).transpose(1, 2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", [beside_by_keys, by_the_square_of_a_key, by_numbers_on_the_diagonal])
 def test_tables_by_keys_that_are_refused(way):
     """Sinks do not get what a softmax ignores; a square is no slope; entries that are equal differ less their own."""
@@ -743,7 +750,7 @@ NEARLY = (
 
 
 @pytest.mark.parametrize("bias", NEARLY)
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 def test_other_learned_biases_are_refused(bias):
     def way(model, q, k, v, pairs):
         q, k, v = by_heads(q, k, v)
@@ -755,6 +762,7 @@ def test_other_learned_biases_are_refused(bias):
     assert "bias" in error.value.hint or "softmax" in error.value.what
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("beside", ["a soft cap", "a small filler"])
 def test_what_a_learned_bias_by_distance_cannot_be_beside(beside):
     def way(model, q, k, v, pairs):
@@ -784,6 +792,7 @@ def beside_a_condition(index):
     return (index[:, None] - index < 3) + -0.5 * (index[:, None] - index).double()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("distance", [in_8_bits, overflowing, beside_a_condition])
 def test_what_is_no_multiple_of_a_distance_is_refused(distance):
     def way(model, q, k, v, pairs):
@@ -807,6 +816,7 @@ def one_that_scales_the_largest(model, scores, index):
     return scores.amax(-1, keepdim=True) * model.scale[:, None, None]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bias", [one_of_every_query, one_of_the_query_number, one_that_scales_the_largest])
 def test_parameters_that_no_weight_depends_on_are_refused(bias):
     """Eager gives them a gradient of zero."""
@@ -946,6 +956,7 @@ def beside_a_zero(model, q, k, v, pairs):  # softmax1
     return (scores.softmax(-1)[..., :-1] @ v).transpose(1, 2)
 
 
+@pytest.mark.slow
 def test_weights_that_are_hidden_again():
     quiet = beside_a_zero, quietly, quietly_less_the_largest, beside_a_padded_zero
     assert_equals_eager(WrittenLM(hidden_again, multiplied_by_the_mask, *quiet), shared_ids(4, 9))
@@ -1153,7 +1164,7 @@ def by_sigmoid(model, q, k, v, pairs):
         (by_sigmoid, "another function of products of activations than a softmax"),
     ],
 )
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 def test_what_is_no_causal_attention_is_refused_by_name(way, words):
     model, ids = WrittenLM(way), shared_ids(4, 9)
     torch._dynamo.reset()
@@ -1171,7 +1182,7 @@ FILLED = {
 
 @pytest.mark.parametrize("options", [{}, {"sweep": "stages"}])
 @pytest.mark.parametrize("filled", FILLED.values(), ids=FILLED)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_number_hides_keys_only_if_no_score_comes_near_it(filled, options):
     """The model's `bias` scales the scores, so that one program meets small ones and large ones."""
 

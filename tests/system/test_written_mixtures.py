@@ -561,7 +561,7 @@ REFUSED = {
 @pytest.mark.parametrize(
     "mixture", one_by_one(REFUSED, (IfThereAre, OfAMaskThatChanges, ByNumbers, Breaking, Capacity))
 )
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 def test_refused(mixture):
     torch._dynamo.reset()
     before = torch._dynamo.config.capture_dynamic_output_shape_ops

@@ -38,6 +38,7 @@ class PerHead(TinyLM):
         return self.norm(x)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize(
     "name",

@@ -287,6 +287,7 @@ def test_spellings_side_by_side(model, name):
 ALONE = {log_softmax, two_temperatures, entropy_without_gradient}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "spelling",
     [one if one in ALONE else pytest.param(one, marks=pytest.mark.slow) for one in (*SPELLINGS, *SEVERAL)],
@@ -308,6 +309,7 @@ def only_log_prob_in_float32(logits, labels):
     return gathered(F.log_softmax(logits, -1, dtype=torch.float32), labels), entropy(logits).float()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("spelling", [in_float32, only_log_prob_in_float32])
 def test_float32_logits_of_a_float64_model(spelling):
     model = BareLM(width=8)  # narrow, for the cut between trunk and head is where least crosses
@@ -333,6 +335,7 @@ def two_selections(logits, labels):
     return selective_log_softmax(logits, labels), selective_log_softmax(logits.float(), labels)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call")
 @pytest.mark.parametrize(
     "spelling",
@@ -437,7 +440,7 @@ class Transposed(nn.Module):
 
 
 @pytest.mark.parametrize("build", [tied, frozen_head, frozen_weight, frozen_trunk, lambda: Headed(Transposed())])
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 def test_heads(build):
     program = compare(build(), both, outputs=2)
     if build is frozen_head:
@@ -520,7 +523,7 @@ QUICK = LEFT_ALONE.keys() - {*ANOTHER_READER[1:], "second moment"}
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LEFT_ALONE]
 )
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_other_uses_of_the_logits_are_left_alone(name):
     build, spelling = LEFT_ALONE[name]
     two = name in ("smallest entry", "largest logits", "a soft cap twice")
@@ -663,6 +666,7 @@ def large(request):
     return inside(compiled).newest.program
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["forward_only", "forward", "backward"])
 @pytest.mark.parametrize(("tokens", "head_rows"), [pytest.param(40, 200, marks=pytest.mark.slow), (150, 60)])
 def test_nothing_of_the_size_of_logits_or_weight_is_allocated(large, monkeypatch, name, tokens, head_rows):

@@ -147,6 +147,7 @@ def test_losses_that_ignore_tokens_side_by_side(model):
     check(model, losses, IDS, rows=distinct(LABELLED))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", [name if name in ("mean", "PPO") else pytest.param(name, marks=pytest.mark.slow) for name in LOSSES]
 )
@@ -205,7 +206,7 @@ NARROWED = {
 
 
 @pytest.mark.parametrize("function", NARROWED, ids=lambda function: function.__name__)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_conditions_combine(model, function):
     check(model, lambda ids: function(model(ids, MASK)), IDS, rows=distinct(*NARROWED[function]))
 
@@ -239,7 +240,7 @@ def outside_the_window(logits):
 @pytest.mark.parametrize(
     "function", [multiplied, other_side_in_the_region, by_the_model, logits_too, outside_the_window]
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_tokens_that_are_not_ignored(model, function):
     compiled = torch.compile(lambda ids: function(model(ids, MASK)), backend="dta", options=SMALL_CHUNKS)
     expected = after(model, lambda: function(model(IDS, MASK)).backward())

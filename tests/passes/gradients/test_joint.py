@@ -37,6 +37,7 @@ def toy(request):
     return program_of(model.train(), 96)
 
 
+@pytest.mark.sample(1)
 def test_the_forward_computes_nothing_that_only_derivatives_need(toy):
     more = operators(nodes_of(toy, "forward")) - operators(nodes_of(toy, "forward_only"))
     assert set(more) <= {str(operator.getitem)}, "every saved value is on the way to the outputs"

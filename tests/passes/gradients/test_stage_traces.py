@@ -66,6 +66,7 @@ class BesideAttention(Block):
         return x + self.out(attended(attended(self.query(y)).sin())) + beside
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("block", [Block, BesideAttention])
 def test_first_and_last_layers_are_traced_with_the_others(traced, block):
     model = TinyLM(layers=3)

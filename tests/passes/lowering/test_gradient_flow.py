@@ -215,6 +215,7 @@ def branch(model, hidden):
     return torch.cond(hidden.sum() > 0, torch.sin, torch.cos, (hidden,))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("use", "message"),
     [
@@ -250,6 +251,7 @@ def test_vmap_inside(model):
     assert_as_eager(model, function, IDS)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_around_the_call(model, reentrant):
     def log_sums(ids, anchor):

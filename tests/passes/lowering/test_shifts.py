@@ -228,7 +228,7 @@ def attended_linearly_by_heads(x, g):
         of_some_features,
     ],
 )
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 def test_shifts_run_over_the_tree(shift):
     check(Shifting(shift), shared_ids())
 
@@ -238,6 +238,7 @@ def test_shifts_of_one_row(shift):
     check(Shifting(shift), shared_ids(1))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shift", [added, convolved_by_channel])
 def test_shifts_of_further_batches(shift):
     class Both(nn.Module):
@@ -353,6 +354,7 @@ def chosen(x, real):
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("silence", [filled, filled_where_the_mask_is_zero, chosen])
 def test_padding_before_a_sequence_that_is_filled_with_zeros(silence):
     class Filled(Shifting):

@@ -569,7 +569,7 @@ SHOWN_BY_OTHERS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SHOWN_BY_OTHERS else name for name in CLASSES]
 )
-@pytest.mark.sample(34)
+@pytest.mark.sample(17)
 def test_masks_that_are_understood(name):
     make_mask, inputs, text, reaches = CLASSES[name]
     traced = calls(make_mask, inputs)
@@ -986,7 +986,7 @@ LIKE_OTHERS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in LIKE_OTHERS else name for name in REFUSED]
 )
-@pytest.mark.sample(22)
+@pytest.mark.sample(11)
 def test_masks_that_are_refused(name):
     make_mask, inputs, error, message = REFUSED[name]
     with pytest.raises(error) as caught:

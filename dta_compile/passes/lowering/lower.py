@@ -54,6 +54,7 @@ from dta_compile.passes.lowering.gradient_flow import (
 from dta_compile.passes.lowering.joined_tokens import join_tokens
 from dta_compile.passes.lowering.next_tokens import pair_next_tokens
 from dta_compile.passes.lowering.one_length import OneLength
+from dta_compile.passes.lowering.overlapping_writes import refuse_overlapping_writes
 from dta_compile.passes.lowering.repeated_calls import RepeatedCalls, merge_equal_values
 from dta_compile.passes.lowering.row_loops import select_masked_writes, undo_row_loops
 from dta_compile.passes.lowering.row_weights import multiply_by_experts, multiply_unrepeated
@@ -79,6 +80,7 @@ def lower(program: Program) -> None:
     captured = program.captured
     placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
     _refuse_assigned_data(captured)
+    refuse_overlapping_writes(captured)
     flow = gradient_flow(captured)
     _refuse_gradients_switched_on(captured, flow)
     program.inputs = [_describe(i, node, flow.is_tracked(node)) for i, node in enumerate(placeholders)]

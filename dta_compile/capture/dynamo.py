@@ -339,6 +339,8 @@ def _with_preparations(run: Callable[[Any], None], self: Any) -> None:
         try:
             run(self)
             _guard_hooks(self)
+            if has_regions:  # guards there refer to parameters, which then could not be swapped until a collection
+                self.output.tracing_context.hop_dispatch_set_cache.hop_cache_map.clear()
         except (RestartAnalysis, BackendCompilerFailed):
             raise
         except Exception as error:

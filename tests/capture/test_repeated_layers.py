@@ -447,6 +447,17 @@ def test_hooks_that_come_later_are_called():
     assert_same(net, compiled, x)
 
 
+def test_parameters_can_be_swapped_after_a_call():
+    """As `torch.utils.swap_tensors` does for averaged weights: nothing of a trace refers to parameters, even weakly."""
+    torch._dynamo.reset()
+    model, averaged, ids = TinyLM(), TinyLM(), torch.arange(12).view(2, 6)
+    compiled = torch.compile(model, backend="dta")
+    compiled(ids).sum().backward()
+    model.zero_grad()
+    for mine, other in zip(model.parameters(), averaged.parameters(), strict=True):
+        torch.utils.swap_tensors(mine, other)
+
+
 def test_masks_of_other_ranks_leave_sizes_apart():
     """A comparison of `[S, S]` with `[B, 1, S, S]` by values would leave a guard that B is not S."""
     model = TinyLM()

@@ -205,6 +205,7 @@ def test_derivatives_in_forward_mode_are_refused_or_right():
             expected = torch.func.functional_call(model, {"head.weight": dual}, (IDS,))
             both = (torch.autograd.forward_ad.unpack_dual(value).tangent for value in (out, expected))
             torch.testing.assert_close(*both)
+    torch._dynamo.reset()  # torch 2.15 has no guard for such a break: later calls of a model alike would have it, too
 
 
 @pytest.mark.sample(1)

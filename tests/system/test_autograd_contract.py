@@ -614,6 +614,18 @@ def test_gradients_at_padding_are_an_error_not_a_loss(model, compiled):
     assert model.head.weight.grad is not None
 
 
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_a_loss_without_a_value_has_gradients_that_tell_of_it(model, compiled, factor):
+    """A mean over no tokens is 0 / 0, and a scaled loss may overflow: both reach padding as NaN, through any mask."""
+    mask = torch.ones_like(IDS, dtype=torch.bool)
+    mask[1, 5:] = False
+    ((compiled(IDS, mask) * mask[..., None]).sum() * factor).backward()
+    assert not any(parameter.grad.isfinite().all() for name, parameter in model.named_parameters())
+    model.zero_grad()
+    with pytest.raises(RuntimeContractError, match="4 of 4 padding positions with a gradient, all NaN"):
+        torch.where(mask[..., None], 1.0, factor * 0).mul(compiled(IDS, mask)).sum().backward()
+
+
 def test_gradients_at_padding_are_an_error_in_a_streaming_step_too(model, compiled):
     mask = torch.ones_like(IDS, dtype=torch.bool)
     mask[1, 5:] = mask[3, 7:] = False

@@ -97,7 +97,7 @@ class BatchLayout:
         value, uncovered = self.frontier[index], self.uncovered[index]
         entries = _to_entries(value, grad, batch=1)
         buffer.add(self._row_of(self._map(index), row), entries)
-        return None if uncovered is None else _have_gradients(entries, self._row_of(uncovered, row))
+        return None if uncovered is None else _largest(entries, self._row_of(uncovered, row))
 
     def _map(self, index: int) -> torch.Tensor:
         head_rows = self.maps[index]
@@ -123,21 +123,27 @@ class BatchLayout:
         )
 
     def add_gradient(self, index: int, buffer: RowBuffer, grad: torch.Tensor) -> None:
-        """Add the gradient of `expand` to its head rows; raise RuntimeContractError if it is nonzero at padding."""
+        """Add the gradient of `expand` to its head rows; raise RuntimeContractError if it is nonzero at padding.
+
+        A loss that is NaN or infinite has NaN there whatever it is multiplied by, and gradients that tell of it.
+        """
         value, uncovered = self.frontier[index], self.uncovered[index]
         entries = _to_entries(value, grad, self.batch)
-        if uncovered is not None and (wrong := _have_gradients(entries, uncovered)) is not None:
-            self.refuse_padding(index, wrong)
         buffer.add(self._map(index), entries)
+        if uncovered is None or (at_padding := _largest(entries, uncovered)) is None:
+            return
+        if bool(at_padding.any()) and (bool(buffer.values.isfinite().all()) or not bool(at_padding.isnan().all())):
+            self.refuse_padding(index, at_padding)
 
-    def refuse_padding(self, index: int, wrong: torch.Tensor) -> None:
-        """Raise RuntimeContractError if an entry at padding has a gradient, by bool `[n]`; synchronises the device."""
-        if bool(wrong.any()):
+    def refuse_padding(self, index: int, at_padding: torch.Tensor) -> None:
+        """Raise RuntimeContractError if a gradient at padding, of largest elements `[n]`, is not zero; synchronises."""
+        if bool(at_padding.any()):
+            of_nan = ", all NaN" if bool(at_padding.isnan().all()) else ""
             raise RuntimeContractError(
                 "the loss uses outputs at padding positions, which the prefix tree does not compute",
                 where=f"frontier value {self.frontier[index].name}",
                 expected="zero gradients wherever the attention mask is 0",
-                got=f"{int(wrong.sum())} of {len(wrong)} padding positions with a gradient",
+                got=f"{int(at_padding.count_nonzero())} of {len(at_padding)} padding positions with a gradient{of_nan}",
                 hint="mask the loss there (labels: -100), or let the attention mask cover these positions",
             )
 
@@ -155,12 +161,12 @@ def _gathered(value: FrontierValue, buffer: RowBuffer, index: torch.Tensor) -> t
     return buffer.gather(index)
 
 
-def _have_gradients(gradients: torch.Tensor, entries: Booleans) -> torch.Tensor | None:
-    """Return bool `[n]` on the device, whether each marked entry has a gradient; None if no entry is marked."""
+def _largest(gradients: torch.Tensor, entries: Booleans) -> torch.Tensor | None:
+    """Return `[n]` on the device, the size of the largest element of each marked entry; None if no entry is marked."""
     positions = upload(np.flatnonzero(entries), gradients.device)
     if not len(positions):
         return None
-    return (gradients.index_select(0, positions) != 0).reshape(len(positions), -1).any(1)
+    return gradients.index_select(0, positions).abs().reshape(len(positions), -1).amax(1)
 
 
 def _to_entries(value: FrontierValue, dense: torch.Tensor, batch: int) -> torch.Tensor:

@@ -34,8 +34,8 @@ OF_NUMBERS = ("data-dependent", "data dependent", "item()", "tolist", "numpy", "
 NUMBERS = (
     f"{REMOVE}: Python code cannot depend on what tensors hold. In a mixture of experts, loop over all of them, as in"
     " `for e in range(E)`, drop the `if` around an expert without tokens, which adds nothing, and select its tokens by"
-    " a condition instead of by .item(), .tolist() or .numpy(). For the sequences of a packed row, pass position_ids or a"
-    " mask that compares their numbers, instead of a loop over them"
+    " a condition instead of by .item(), .tolist() or .numpy(). For the sequences of a packed row, in place of a loop"
+    " over them, pass position_ids or a mask that compares their numbers"
 )
 # Where torch breaks the graph at a module, by parts of its messages.
 OF_RECURRENCES = ("rnn, gru, or lstm",)

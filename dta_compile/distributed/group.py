@@ -157,7 +157,7 @@ class Group:
         raw = values.contiguous().reshape(len(values), entry.numel()).view(torch.uint8).to(device)
         out = raw.new_empty((sum(received), raw.shape[1]))
         dist.all_to_all_single(out, raw, list(received), list(sizes), self._group)
-        return out.to(values.device).view(values.dtype).reshape(-1, *entry)
+        return out.to(values.device).view(values.dtype).reshape(len(out), *entry)
 
     def swap(self, sent: Mapping[int, torch.Tensor], received: Mapping[int, Kind], device: torch.device) -> Swap:
         """Begin to send a tensor to each of some ranks, and to receive one of the given shape and dtype from others.

@@ -36,15 +36,18 @@ from dta_compile.torch_compat.tensors import FunctionalTensor, enable_python_dis
 # argument is. None of them writes to an argument, detaches, or changes the gradient mode.
 TRACKED_THROUGH = frozenset(
     """
-    abs add addmm baddbmm bmm cat chunk clamp clone contiguous cos cross_entropy cumsum div double
-    dropout einsum embedding exp expand expand_as flatten float gather gelu getitem group_norm
-    index_select layer_norm leaky_relu linear log log_softmax logsumexp masked_fill matmul mean mm
-    movedim mul narrow neg nll_loss norm normalize pad permute pow relu repeat repeat_interleave
-    reshape rms_norm rsqrt scaled_dot_product_attention select sigmoid silu sin softmax softplus
-    split sqrt square squeeze stack sub sum swapaxes t tanh to transpose truediv type_as unbind
-    unflatten unsqueeze view view_as where
+    abs add addmm amax amin baddbmm bmm cat chunk clamp clamp_max clamp_min clone contiguous cos
+    cross_entropy cummax cumprod cumsum div double dropout einsum embedding exp expand expand_as
+    flatten flip float gather gelu getitem group_norm index_select layer_norm leaky_relu linear log
+    log_sigmoid log_softmax logsigmoid logsumexp masked_fill matmul max maximum mean min minimum mm
+    movedim mul narrow neg nll_loss norm normalize pad permute pow reciprocal relu repeat
+    repeat_interleave reshape rms_norm roll rsqrt scaled_dot_product_attention select sigmoid silu
+    sin softmax softplus sort split sqrt square squeeze stack sub sum swapaxes t tanh to topk
+    transpose tril triu truediv type_as unbind unflatten unsqueeze view view_as view_as_complex
+    view_as_real where
     """.split()  # noqa: SIM905
 )
+TRANSPOSED = ("T", "mT")  # attributes that are views
 OF_TORCH = (None, "_operator", "torch", "torch._C._nn", "torch.functional", "torch.nn.functional")
 HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 OF_FUNCTION = -1  # among the tensors of a storage: a custom function's result that is a view of its argument
@@ -221,7 +224,8 @@ def _may_cut(graph: fx.Graph) -> bool:
             if "example_value" in node.meta and not tensors(node.meta["example_value"]):
                 continue  # a size, say
             is_plain = node.op == "call_method" or getattr(node.target, "__module__", "") in OF_TORCH
-            if not (is_on and is_plain and name in TRACKED_THROUGH):
+            is_transposed = node.target is getattr and node.args[1] in TRANSPOSED
+            if not (is_on and (is_transposed or (is_plain and name in TRACKED_THROUGH))):
                 return True
             tracked.add(node)
     return False

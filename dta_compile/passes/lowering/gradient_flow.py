@@ -19,7 +19,7 @@ from dta_compile.attributes import attribute_set
 from dta_compile.codegen.worker import reason
 from dta_compile.errors import DTAError, FinalRefusal, RefusalError
 from dta_compile.executable.as_captured import TAG_ACTIVATION_CHECKPOINT
-from dta_compile.passes.program import name_of, tensors_of, where
+from dta_compile.passes.program import name_of, tensors_of, where, written_by
 from dta_compile.passes.symbols import SYMBOLIC, reads_number
 from dta_compile.torch_compat import autograd
 from dta_compile.torch_compat.autograd import (
@@ -48,6 +48,8 @@ TRACKED_THROUGH = frozenset(
     """.split()  # noqa: SIM905
 )
 TRANSPOSED = ("T", "mT")  # attributes that are views
+# Those that read nothing but the shape and dtype of a tensor.
+OF_SHAPES = frozenset(["zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"])
 OF_TORCH = (None, "_operator", "torch", "torch._C._nn", "torch.functional", "torch.nn.functional")
 HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 OF_FUNCTION = -1  # among the tensors of a storage: a custom function's result that is a view of its argument
@@ -221,9 +223,13 @@ def _may_cut(graph: fx.Graph) -> bool:
             if getattr(node.meta["example_value"], "requires_grad", False):
                 tracked.add(node)
         elif not tracked.isdisjoint(node.all_input_nodes) and node.op != "output":
-            if "example_value" in node.meta and not tensors(node.meta["example_value"]):
+            results = tensors(node.meta.get("example_value"))
+            if "example_value" in node.meta and not results:
                 continue  # a size, say
             is_plain = node.op == "call_method" or getattr(node.target, "__module__", "") in OF_TORCH
+            has_floats = any(value.is_floating_point() or value.is_complex() for value in results)
+            if is_plain and results and (name in OF_SHAPES or not has_floats) and not written_by(node):
+                continue
             is_transposed = node.target is getattr and node.args[1] in TRANSPOSED
             if not (is_on and (is_transposed or (is_plain and name in TRACKED_THROUGH))):
                 return True

@@ -115,7 +115,7 @@ def _mark_rows(node: fx.Node, data: Sequence[fx.Node]) -> bool:
     if not (is_weight(value) or _is_held(grapharg)) or value.dim() == 0 or getattr(grapharg.example, MARKED, False):
         return False
     shapes = [other.meta["example_value"].shape for other in data if other.meta["example_value"].dim() > 1]
-    sizes = enumerate(map(expression, value.shape))
+    sizes = enumerate(map(expression, value.shape[:2]))
     fixed = [dim for dim, size in sizes if size != 1 and size in [expression(shape[dim]) for shape in shapes]]
     if not fixed:
         return False

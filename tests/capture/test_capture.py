@@ -132,6 +132,17 @@ def test_sizes_of_tensors_that_submodules_and_hooks_hold_are_no_constants(held_b
     assert engines(compiled) == 1
 
 
+def test_a_tensor_of_more_dimensions_that_a_submodule_holds():
+    """As the state of a convolution `[B, C, k]` that a recurrent model holds while it generates."""
+    model = TinyLM()
+    block = model.blocks[0]
+    block.state = torch.arange(24.0).double().view(2, 3, 4) / 24
+    block.register_forward_hook(lambda module, inputs, output: output * (1 + module.state.mean()))
+    compiled = dta(model)
+    for batch, tokens in ((4, 9), (2, 7)):
+        check(model, compiled, model, shared_ids(batch, tokens))
+
+
 @pytest.mark.parametrize("order", [[(1, 7), (4, 7)], [(4, 7), (1, 9), (1, 5)], [(3, 1), (3, 6)], [(1, 1), (2, 5)]])
 @pytest.mark.sample(2)
 def test_one_sequence_or_one_token(model, order):

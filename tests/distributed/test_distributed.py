@@ -36,7 +36,7 @@ def results(tmp_path_factory):
         file = tmp_path_factory.mktemp("ranks") / "results.json"
         launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command = [sys.executable, "-m", *launch, "-m", "tests.support.distributed_worker", str(file), *names]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400 * ranks)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(file.read_text())
 

@@ -52,6 +52,7 @@ with concurrent.futures.ThreadPoolExecutor(4) as pool:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [pytest.param("", marks=pytest.mark.slow), "import torch._dynamo"])
 def test_threads_find_the_backend_at_the_same_time(first):
     assert python("-c", LOOKS_FOR_IT_IN_THREADS.format(first=first), cwd=ROOT) == "1\n"

@@ -80,6 +80,7 @@ class Scaled(transformers.LlavaModel):
         return output
 
 
+@pytest.mark.slow
 def test_features_need_a_gradient_for_parameters_wherever_they_belong():
     model, graphs, pixels = build("llava").model, Graphs(), inputs("llava", ROWS)["pixel_values"]
     model.__class__ = Scaled

@@ -161,6 +161,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 def test_a_cache_cannot_be_read_once_what_it_is_computed_from_may_have_changed(model):
     model.compile(backend="dta", options={"verify": "off"})
     for change in CHANGES.values():

@@ -111,6 +111,7 @@ def says(compiled):
 # Between two calls
 
 
+@pytest.mark.slow
 def test_steps_run_on_aten_until_all_of_the_code_is_there(model, pretended):
     ids, compiled = shared_ids(batch=40, tokens=30), compile_with(model, chunk_size=64)
     expected = after(model, lambda: step(model, ids))

@@ -97,6 +97,7 @@ def mutated(rng, sequences, schedule):
     return dataclasses.replace(schedule, ops=tuple(ops))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_what_verify_accepts_is_exact(seed):
     rng, accepted = random.Random(seed), 0

@@ -73,6 +73,7 @@ def test_low_sharing_is_explained():
     assert "1 of 5 neighbours are a prefix of the next, or equal to it" in text
 
 
+@pytest.mark.slow
 def test_screens_stay_small():
     generator = np.random.default_rng(0)
     base = generator.integers(-(2**62), 2**62, 30_000)

@@ -222,6 +222,7 @@ def test_attention_that_needs_the_host_runs_without(model, compiled, caplog):
     assert "shape of a chunk from the host" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_stack_that_grows(model, compiled, monkeypatch):
     monkeypatch.setattr(arenas, "CAPACITY", 4)
     chosen = Options(chunk_size=3, attention="reference")

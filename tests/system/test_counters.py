@@ -181,6 +181,7 @@ class OfRareNumbers(Counted):
         return Mixture.route(self, x)
 
 
+@pytest.mark.slow
 def test_padding_that_counts_is_refused():
     torch._dynamo.reset()
     model, batch, whole = Once(OfRareNumbers), padded(), shared_ids(4, 7)

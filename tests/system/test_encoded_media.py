@@ -145,6 +145,7 @@ def test_images_are_encoded_in_groups_that_fit_into_the_budget():
         torch.compile(model, backend="dta", options={"memory_budget": 0})(*batch)
 
 
+@pytest.mark.slow
 def test_frozen_parts_and_scoring():
     model = Reader()
     compiled = torch.compile(model, backend="dta")

@@ -129,6 +129,7 @@ def test_experts_that_declare_nothing(mixture):
     assert_exact(Once(mixture))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["eager", pytest.param("batched_mm", marks=slow), pytest.param("dta", marks=slow)])
 def test_every_implementation_becomes_the_same_program(experts, batch, loss):
     expected = reference(build(experts="eager", num_hidden_layers=1), batch, loss)
@@ -156,6 +157,7 @@ def test_other_backends_trace_what_they_would_without_us(batch):
     assert not any("dta" in name or "expert_linear" in name for name in operators)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "biased",
     [1e3, pytest.param(-1e3, marks=pytest.mark.slow)],

@@ -80,6 +80,7 @@ def test_documents_and_functions_of_scores():
     assert_equals_eager(Documents(mask_of_documents, mask_of_scores, kv_heads=KV_HEADS), ids, documents)
 
 
+@pytest.mark.slow
 def test_a_mask_made_inside_and_a_soft_cap():
     assert_equals_eager(WrittenLM(mask_made_inside, kv_heads=KV_HEADS), shared_ids(4, 9))
 

@@ -75,6 +75,7 @@ def test_the_predicted_peak_is_the_measured_one(strategy):
             assert predicted == pytest.approx(measured, rel=0.15), (tree, budget)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [pytest.param(0, marks=pytest.mark.slow), 14_000_000])
 def test_the_predicted_peak_of_a_sweep_of_stages_is_the_measured_one(budget):
     """Gradients of logits are gone when layers go backward, hidden states are there of each, and a budget is enough for

@@ -65,6 +65,7 @@ def test_right_padding(name):
     assert_equal(actual, reference(model, batch, loss), tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["mistral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gpt2", "llama4"))]
 )
@@ -89,6 +90,7 @@ def test_a_batch_of_one_padded_sequence(name):
         assert_equal(actual, reference(model, batch, loss), tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gpt_neox"])
 def test_no_padding(name):
     tolerance = FAMILIES[name][2]

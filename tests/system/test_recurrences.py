@@ -448,6 +448,7 @@ def test_a_call_after_one_that_failed(compiled, monkeypatch):
         check_forks(compiled, run)
 
 
+@pytest.mark.slow
 def test_forwards_before_their_backwards(compiled):
     """Two calls in flight, whose backwards come in either order, with a scoring call in between."""
     run, second = compiled.with_options(SMALL, FORKS.arguments), make_case(fan(12), "right")

@@ -101,6 +101,7 @@ def test_scoring_on_the_device():
     assert isinstance(out, OnDevice) and device.waits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gemma3")), "mistral"]
 )

@@ -236,6 +236,7 @@ class OfTransformers(Grouped):
         return out[torch.argsort(order)].view(*chosen.shape, -1).sum(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixture", one_by_one([Grouped, Public, Megablocks, OfTransformers], (Grouped,)))
 def test_grouped_products(mixture):
     torch._dynamo.reset()

@@ -138,6 +138,7 @@ class Between(TinyLM):
         return self.hidden(ids, mask)
 
 
+@pytest.mark.slow
 def test_a_backward_may_begin_between_layers():
     torch._dynamo.reset()
     model = Between(layers=LAYERS)

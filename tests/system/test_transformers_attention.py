@@ -224,6 +224,7 @@ def test_importing_the_package_is_enough(first):
     subprocess.run([sys.executable, "-c", program], cwd=root, check=True)
 
 
+@pytest.mark.slow
 def test_hand_written_attention():
     torch._dynamo.reset()
     model = StatedLM()

@@ -183,6 +183,7 @@ def test_gradients_of_what_makes_features_besides_the_encoder():
         compiled(**call, use_cache=False)
 
 
+@pytest.mark.slow
 def test_positions_are_passed():
     model = build("qwen2_vl")
     compiled = torch.compile(model, backend="dta", options={"codegen": "eager"})
@@ -197,6 +198,7 @@ def test_positions_are_passed():
     assert "3 different" in check("qwen2_vl", compiled, model, ROWS[:4], positions)[1]
 
 
+@pytest.mark.slow
 def test_packed_rows_share_where_their_positions_are_equal():
     """Positions `[4, 1, T]`: in the text, which say where sequences begin, and in three axes."""
     model = build("qwen2_vl")

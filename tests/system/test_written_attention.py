@@ -270,6 +270,7 @@ def through_a_written_index(model, q, k, v, pairs):  # gpt-fast
     return (causal(q @ keys.mT) @ values).transpose(1, 2)
 
 
+@pytest.mark.slow
 def test_caches_that_a_call_fills_itself():
     for ways in (through_a_longer_cache, through_a_written_index), (through_a_copied_index,):
         assert_equals_eager(WrittenLM(*ways), shared_ids(4, 9))
@@ -403,6 +404,7 @@ LEARNED_OF_KEYS = (
 )
 
 
+@pytest.mark.slow
 def test_learned_biases_of_keys():
     compiled = assert_equals_eager(WrittenLM(*LEARNED_OF_KEYS), shared_ids(5, 9))
     assert dta_compile.last_plan(compiled).stats.compression > 1
@@ -625,6 +627,7 @@ TABLES = (
 WHOLE = pytest.param({"chunk_size": 100}, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"memory_budget": 0}, WHOLE])
 def test_tables_by_distance(options):
     """Also where a row is padded in front: tables count the tokens of a sequence."""

@@ -212,6 +212,7 @@ def test_attention_without_a_batch_axis() -> None:
     compare(lambda m, ids: program(m, ids[0]), (shared_ids(5, 9),))
 
 
+@pytest.mark.slow
 def test_attention_broadcasts_heads_and_sequences() -> None:
     """Every way in which query, key and value may differ in sizes; value heads may be wider, too."""
     numbers = [(2, 1, 2), (1, 2, 2), (4, 1, 1)]

@@ -335,6 +335,7 @@ def test_streaming_steps(model):
     assert_same(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", ["right", pytest.param("left", marks=pytest.mark.slow)])
 def test_the_labels_loss_of_transformers(padding):
     transformers = pytest.importorskip("transformers")

@@ -41,6 +41,7 @@ def check(model):
     assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
 
 
+@pytest.mark.slow
 def test_as_many_traces_for_many_layers_as_for_a_few(traced):
     counts = []
     for layers in (3, 4):

@@ -24,6 +24,7 @@ class Rotated(nn.Module):
         return self.block(x * angles.cos() + x.roll(1, -1) * angles.sin(), pairs)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layers", [1, 3])
 def test_angles_that_layers_compute_are_gathered_once(layers):
     model, ids = TinyLM(layers=layers), shared_ids()

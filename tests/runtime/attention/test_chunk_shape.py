@@ -13,6 +13,7 @@ from dta_compile.runtime.path.chunk_shape import LISTED_KEYS, LISTED_QUERIES, Ch
 from tests.support.attention import ancestry, cases, shapes
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(case=cases(shapes()))
 def test_a_table_says_which_tokens_read_which(case):

@@ -50,6 +50,7 @@ def test_every_kind_of_tile(case, threads):
         run(case, tiny=True).check()
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(case=cases(shapes(sizes=(1, 4, 30, 60, 150, 300))).filter(lambda case: not case.softcap))
 def test_larger_chunks(case):

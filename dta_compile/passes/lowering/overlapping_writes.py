@@ -83,6 +83,6 @@ def _numbers(index: Any) -> Any:
 
 
 def _length(value: torch.Tensor) -> int:
-    """Return the number of elements of a view's memory up to its last element."""
+    """Return the number of elements of a view's memory up to its last element; without any, as for one."""
     steps = zip(map(hint, value.shape), map(hint, value.stride()), strict=True)
-    return int(hint(value.storage_offset())) + 1 + sum((size - 1) * step for size, step in steps)
+    return int(hint(value.storage_offset())) + 1 + sum(max(size - 1, 0) * step for size, step in steps)

@@ -65,6 +65,10 @@ def itself(key):
     key += key
 
 
+def nothing(key):
+    key[..., :0] = key[..., 3:3]
+
+
 def step(model, run):
     ids = shared_ids(4, 9)
     return after(model, lambda: run(ids).square().sum().backward())
@@ -78,7 +82,9 @@ def test_what_the_write_changes_before_it_is_read_is_refused(write):
         step(model, torch.compile(model, backend="dta"))
 
 
-@pytest.mark.parametrize("write", [the_other_half, every_other, the_first_for_all, a_copy_of_earlier_features, itself])
+@pytest.mark.parametrize(
+    "write", [the_other_half, every_other, the_first_for_all, a_copy_of_earlier_features, itself, nothing]
+)
 def test_what_no_order_changes_is_as_in_eager_mode(write):
     torch._dynamo.reset()
     model = Written(write)

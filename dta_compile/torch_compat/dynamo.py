@@ -1,5 +1,7 @@
 """Dynamo: its configuration, errors, guards, variables, and the classes whose methods capture wraps."""
 
+from typing import Any
+
 from dta_compile.torch_compat import needed_for
 
 with needed_for("capturing a model's graph"):
@@ -41,7 +43,12 @@ with needed_for("capturing a model's graph"):
         UserFunctionVariable,
         builder,
     )
-    from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
+    from torch._dynamo.variables.base import (
+        AttributeMutationNew,
+        ValueMutationExisting,
+        ValueMutationNew,
+        VariableTracker,
+    )
     from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
     from torch._dynamo.variables.ctx_manager import ContextWrappingVariable
     from torch._dynamo.variables.functions import WrapperUserFunctionVariable
@@ -52,3 +59,13 @@ with needed_for("capturing a model's graph"):
 
 with needed_for("running code of a trace outside of it"):
     from torch.compiler import _is_compiling_flag  # set by name, since it is read from its module
+
+# Until torch 2.14 the contents of objects of users' classes, as of a dict's, have a variable of their own.
+HAS_CONTENTS = hasattr(UserDefinedObjectVariable, "is_base_vt_modified")
+
+
+def has_written_contents(value: UserDefinedObjectVariable, effects: Any) -> bool:
+    """Return whether a trace with these side effects has written to what an object contains, besides attributes."""
+    if HAS_CONTENTS:
+        return bool(value.is_base_vt_modified(effects))
+    return isinstance(value.mutation_type, ValueMutationExisting) and value.mutation_type.is_modified

@@ -37,6 +37,7 @@ from dta_compile.torch_compat.dynamo import (
     UserDefinedObjectVariable,
     ValueMutationNew,
     VariableTracker,
+    has_written_contents,
 )
 from dta_compile.torch_compat.regions import (
     GUARD_VALUE_DISPATCH,
@@ -109,7 +110,7 @@ def _has_written_to_containers(tx: Any) -> bool:
         if isinstance(value.mutation_type, (AttributeMutationNew, ValueMutationNew)):
             continue
         if isinstance(value, UserDefinedObjectVariable):
-            if value.is_base_vt_modified(effects):
+            if has_written_contents(value, effects):
                 return True
         elif not effects.is_attribute_mutation(value) and effects.is_modified(value):
             return True

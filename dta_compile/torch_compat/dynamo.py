@@ -60,7 +60,7 @@ with needed_for("capturing a model's graph"):
 with needed_for("running code of a trace outside of it"):
     from torch.compiler import _is_compiling_flag  # set by name, since it is read from its module
 
-# Until torch 2.14 the contents of objects of users' classes, as of a dict's, have a variable of their own.
+# In torch 2.13, unlike 2.15, the contents of objects of users' classes, as of a dict's, have a variable of their own.
 HAS_CONTENTS = hasattr(UserDefinedObjectVariable, "is_base_vt_modified")
 
 

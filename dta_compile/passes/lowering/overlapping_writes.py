@@ -49,6 +49,11 @@ def _overlap(node: fx.Node, target: fx.Node, source: fx.Node) -> bool:
         read = read.expand(written.shape)
     except RuntimeError:  # not elementwise
         return False
+    for dim in range(written.dim()):  # where no view reaches the next entry, the first one tells of all
+        first = [view.narrow(dim, 0, min(view.shape[dim], 1)) for view in (written, read)]
+        span = max(map(_length, first)) - min(view.storage_offset() for view in first)
+        if written.stride(dim) == read.stride(dim) >= span:
+            written, read = first
     views = [(view.shape, view.stride(), view.storage_offset()) for view in (written, read)]
     if views[0] == views[1] or not written.numel():
         return False
@@ -71,7 +76,7 @@ def _geometry(node: fx.Node) -> torch.Tensor | None:
 
 
 def _numbers(index: Any) -> Any:
-    """Return an index with its sizes as numbers; None if it holds a tensor."""
+    """Return an index that makes a view, with its sizes as numbers; None for others, as tensors and lists."""
     numbers: list[Any] = []
 
     def number(node: fx.Node) -> Any:
@@ -79,7 +84,9 @@ def _numbers(index: Any) -> Any:
         return numbers[-1]
 
     index = fx.map_arg(index, number)
-    return index if all(isinstance(value, int) for value in numbers) else None
+    parts = index if isinstance(index, tuple) else (index,)
+    is_view = all(part is None or part is ... or type(part) in (int, slice) for part in parts)
+    return index if is_view and all(isinstance(value, int) for value in numbers) else None
 
 
 def _length(value: torch.Tensor) -> int:

@@ -69,6 +69,10 @@ def nothing(key):
     key[..., :0] = key[..., 3:3]
 
 
+def listed(key):
+    key[..., [3, 4]] = key[..., 1:3]
+
+
 def step(model, run):
     ids = shared_ids(4, 9)
     return after(model, lambda: run(ids).square().sum().backward())
@@ -83,7 +87,7 @@ def test_what_the_write_changes_before_it_is_read_is_refused(write):
 
 
 @pytest.mark.parametrize(
-    "write", [the_other_half, every_other, the_first_for_all, a_copy_of_earlier_features, itself, nothing]
+    "write", [the_other_half, every_other, the_first_for_all, a_copy_of_earlier_features, itself, nothing, listed]
 )
 def test_what_no_order_changes_is_as_in_eager_mode(write):
     torch._dynamo.reset()

@@ -196,11 +196,11 @@ class Stream:
             with_sums = dataclasses.replace(buffers, accumulators=tuple(totals))
             executor.run(call.plan.schedule.ops, with_sums, on_attach=rows.attach)
             del with_sums
-            rows.refuse_padding()
             if executor.path.fillers:
                 executor.path.require_hidden()
             call.record(executor)
             gradients = finished_gradients(executor.joint, totals, parameters, rows.used)
+            rows.refuse_padding(gradients)
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 if gradient is not None:
                     rows.gradients.add(parameter, gradient)
@@ -270,11 +270,11 @@ class _Rows:
             self._row(row)
         return True
 
-    def refuse_padding(self) -> None:
+    def refuse_padding(self, of_parameters: Sequence[torch.Tensor | None]) -> None:
         """Raise if a loss has a gradient at padding. Run once after all rows: it synchronises the device."""
         for i, masks in self.at_padding.items():
             if masks:
-                self.call.layout.refuse_padding(i, torch.cat(masks))
+                self.call.layout.refuse_padding(i, torch.cat(masks), of_parameters)
 
     def _row(self, row: int) -> None:
         leaves = [self._leaf(i, row) for i in range(len(self.buffers.outputs))]

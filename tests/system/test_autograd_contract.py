@@ -624,6 +624,15 @@ def test_a_loss_without_a_value_has_gradients_that_tell_of_it(model, compiled, f
     model.zero_grad()
     with pytest.raises(RuntimeContractError, match="4 of 4 padding positions with a gradient, all NaN"):
         torch.where(mask[..., None], 1.0, factor * 0).mul(compiled(IDS, mask)).sum().backward()
+    model.zero_grad()
+    dta_compile.streaming_step(compiled, lambda row, out: (out * mask[row, :, None]).sum() * factor, IDS, mask)
+    assert not any(parameter.grad.isfinite().all() for name, parameter in model.named_parameters())
+    model.zero_grad()
+    with pytest.raises(RuntimeContractError, match="4 of 4 padding positions with a gradient, all NaN"):
+        dta_compile.streaming_step(
+            compiled, lambda row, out: torch.where(mask[row, :, None], 1.0, factor * 0).mul(out).sum(), IDS, mask
+        )
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_gradients_at_padding_are_an_error_in_a_streaming_step_too(model, compiled):

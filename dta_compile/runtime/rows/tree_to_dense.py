@@ -123,29 +123,32 @@ class BatchLayout:
         )
 
     def add_gradient(self, index: int, buffer: RowBuffer, grad: torch.Tensor) -> None:
-        """Add the gradient of `expand` to its head rows; raise RuntimeContractError if it is nonzero at padding.
-
-        A loss that is NaN or infinite has NaN there whatever it is multiplied by, and gradients that tell of it.
-        """
+        """Add the gradient of `expand` to its head rows; raise RuntimeContractError if it is nonzero at padding."""
         value, uncovered = self.frontier[index], self.uncovered[index]
         entries = _to_entries(value, grad, self.batch)
         buffer.add(self._map(index), entries)
-        if uncovered is None or (at_padding := _largest(entries, uncovered)) is None:
-            return
-        if bool(at_padding.any()) and (bool(buffer.values.isfinite().all()) or not bool(at_padding.isnan().all())):
-            self.refuse_padding(index, at_padding)
+        if uncovered is not None and (at_padding := _largest(entries, uncovered)) is not None:
+            self.refuse_padding(index, at_padding, [buffer.values])
 
-    def refuse_padding(self, index: int, at_padding: torch.Tensor) -> None:
-        """Raise RuntimeContractError if a gradient at padding, of largest elements `[n]`, is not zero; synchronises."""
-        if bool(at_padding.any()):
-            of_nan = ", all NaN" if bool(at_padding.isnan().all()) else ""
-            raise RuntimeContractError(
-                "the loss uses outputs at padding positions, which the prefix tree does not compute",
-                where=f"frontier value {self.frontier[index].name}",
-                expected="zero gradients wherever the attention mask is 0",
-                got=f"{int(at_padding.count_nonzero())} of {len(at_padding)} padding positions with a gradient{of_nan}",
-                hint="mask the loss there (labels: -100), or let the attention mask cover these positions",
-            )
+    def refuse_padding(self, index: int, at_padding: torch.Tensor, others: Sequence[torch.Tensor | None]) -> None:
+        """Raise RuntimeContractError if a gradient at padding, of largest elements `[n]`, is not zero; synchronises.
+
+        A loss that is NaN or infinite has NaN there whatever it is multiplied by, and `others`, gradients of the same
+        loss, tell of it: then nothing is raised.
+        """
+        if not bool(at_padding.any()):
+            return
+        is_nan = bool(at_padding.isnan().all())
+        if is_nan and any(grad is not None and not bool(grad.isfinite().all()) for grad in others):
+            return
+        of_nan = ", all NaN" if is_nan else ""
+        raise RuntimeContractError(
+            "the loss uses outputs at padding positions, which the prefix tree does not compute",
+            where=f"frontier value {self.frontier[index].name}",
+            expected="zero gradients wherever the attention mask is 0",
+            got=f"{int(at_padding.count_nonzero())} of {len(at_padding)} padding positions with a gradient{of_nan}",
+            hint="mask the loss there (labels: -100), or let the attention mask cover these positions",
+        )
 
 
 def _entries(values: np.ndarray[Any, Any], window: tuple[int, int]) -> np.ndarray[Any, Any]:

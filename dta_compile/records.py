@@ -219,9 +219,10 @@ def with_graph_break(error: RefusalError, module: fx.GraphModule) -> RefusalErro
     """Return an error that names the graph break as the cause if one cut the model in two; else the error itself."""
     data = filter(dynamo.is_data, module.graph.find_nodes(op="placeholder"))
     is_part = "requires a gradient" in error.got or any(node.meta["example_value"].requires_grad for node in data)
-    if not dynamo.resumes_after_a_break() and "___stack" not in error.got and not (is_part and dynamo.given_up()):
+    resumes, given_up = dynamo.resumes_after_a_break() or "___stack" in error.got, dynamo.given_up()
+    if not resumes and not (is_part and given_up):
         return error
-    line = dynamo.given_up() if is_part and dynamo.given_up() else _last_break[-1] if _last_break else None
+    line = _last_break[-1] if resumes and _last_break else given_up if is_part else None
     reason = (line or "").lower()
     return RefusalError(
         "a graph break inside the model: what comes after it cannot run over the tree by itself",

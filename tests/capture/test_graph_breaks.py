@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 import dta_compile
+from dta_compile.errors import RefusalError
 from tests.support.tiny import SMALL_CHUNKS, BareLM, Block, TinyLM, after, assert_same, shared_ids, weighted
 
 OPTIONS = {**SMALL_CHUNKS, "codegen": "eager"}
@@ -79,6 +80,19 @@ def test_embeddings_are_asked_for_gradients_by_a_hook():
         module.requires_grad_(False)
     model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     check(model)
+
+
+def test_a_break_in_a_hook_is_named_though_a_function_fails_later():
+    """Noise at embeddings (NEFTune). A comprehension of transformers that is traced by itself fails behind it."""
+    transformers = pytest.importorskip("transformers")
+    neftune = pytest.importorskip("transformers.integrations.neftune")
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, num_attention_heads=2, head_dim=8)).train()
+    model.model.embed_tokens.neftune_noise_alpha = 5.0
+    model.model.embed_tokens.register_forward_hook(neftune.neftune_post_forward_hook)
+    with pytest.raises(RefusalError, match="a graph break inside the model") as refused:
+        torch.compile(model, backend="dta", options=OPTIONS)(input_ids=shared_ids(), use_cache=False)
+    assert "neftune.py" in refused.value.where
 
 
 def test_a_model_that_is_trained_without_a_tree_is_warned_of(caplog):

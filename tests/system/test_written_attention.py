@@ -1022,6 +1022,21 @@ def test_modules_of_torch(need_weights):
     assert_equals_eager_beside_padding(Model(), ids, real)
 
 
+@pytest.mark.parametrize("is_float", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_an_encoder_of_torch_that_compares_its_mask(is_float):
+    class Model(TinyLM):
+        def __init__(self):
+            super().__init__(layers=0)
+            layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 8, dropout=0.0, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2).double()
+
+        def mix(self, x, pairs=None):
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+            return self.encoder(x, mask if is_float else mask < 0)
+
+    assert_equals_eager(Model(), shared_ids(4, 9))
+
+
 def scored_in_no_gradient_mode(model, ids):
     with torch.no_grad():
         return log_probs(model(ids), ids)

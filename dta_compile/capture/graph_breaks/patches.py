@@ -1,6 +1,6 @@
 """Avoid unnecessary graph breaks of Dynamo: a symbolic `is_causal`, `requires_grad_()` of a result, `tolist()`,
-`assert x.item() < n`, `type(weight).__module__`, and branches that are skipped where no rows are selected. And a graph
-for every size, by `take_along_dim`.
+`assert x.item() < n`, `type(weight).__module__`, a comparison with a causal mask in `torch.nn.TransformerEncoder`, and
+branches that are skipped where no rows are selected. And a graph for every size, by `take_along_dim`.
 
 `backend.py` patches Dynamo once, on import; only traces for this backend are affected.
 """
@@ -16,6 +16,7 @@ import torch
 from dta_compile.attributes import attribute_set
 from dta_compile.capture import dynamo
 from dta_compile.capture.graph_breaks import hit_loops, selected_branches
+from dta_compile.integrations.tracing import in_our_graphs
 from dta_compile.torch_compat import as_wrapper, frames, wrap_once
 from dta_compile.torch_compat.autograd import get_inplace_requires_grad_allowed, set_inplace_requires_grad_allowed
 from dta_compile.torch_compat.dynamo import (
@@ -52,8 +53,18 @@ def avoid() -> None:
         (InstructionTranslatorBase, "step", selected_branches.taking_branches),
         (SideEffects, "mutation", selected_branches.noting_mutations),
         (OutputGraph, "compile_subgraph", selected_branches.refusing_open_branches),
+        (torch.nn.modules.transformer, "_detect_is_causal_mask", _comparing_no_masks),
     ):
         wrap_once(owner, name, patched)
+
+
+def _comparing_no_masks(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Trace `TransformerEncoder` without a comparison of its mask's values, which may choose a faster kernel."""
+
+    def is_hinted(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    return in_our_graphs(is_hinted, original)
 
 
 @as_wrapper

@@ -87,7 +87,8 @@ def test_a_break_in_a_hook_is_named_though_a_function_fails_later():
     transformers = pytest.importorskip("transformers")
     neftune = pytest.importorskip("transformers.integrations.neftune")
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, num_attention_heads=2, head_dim=8)).train()
+    config = transformers.Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+    model = transformers.Qwen3ForCausalLM(config).train()
     model.model.embed_tokens.neftune_noise_alpha = 5.0
     model.model.embed_tokens.register_forward_hook(neftune.neftune_post_forward_hook)
     with pytest.raises(RefusalError, match="a graph break inside the model") as refused:

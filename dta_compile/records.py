@@ -83,7 +83,7 @@ class Record:
         Training, scoring and generation together need fewer than `MANY_GRAPHS`.
         """
         if graph.graph_break is not None:
-            _last_break[:] = [graph.graph_break]
+            dynamo.last_break[:] = [graph.graph_break]
         if not graph.has_attention:
             return
         self.graphs += 1
@@ -121,10 +121,6 @@ class Record:
         if line not in self.logged:
             self.logged.add(line)
             logger.log(level, "dta: %s", line)
-
-
-# The latest graph break, which a refusal of the graph after it names as its cause.
-_last_break: list[str] = []
 
 
 def current() -> Record:
@@ -222,7 +218,7 @@ def with_graph_break(error: RefusalError, module: fx.GraphModule) -> RefusalErro
     resumes, given_up = dynamo.resumes_after_a_break() or "___stack" in error.got, dynamo.given_up()
     if not resumes and not (is_part and given_up):
         return error
-    line = _last_break[-1] if resumes and _last_break else given_up if is_part else None
+    line = dynamo.last_break[-1] if resumes and dynamo.last_break else given_up if is_part else None
     reason = (line or "").lower()
     return RefusalError(
         "a graph break inside the model: what comes after it cannot run over the tree by itself",

@@ -61,6 +61,8 @@ _without_branches: set[Any] = set()
 _without_regions: set[Any] = set()
 # The latest function that Dynamo could not trace: its compiler, and the first reason.
 _given_up: list[tuple[Any, str]] = []
+# The latest graph break, unless Dynamo could not trace a function since: what a refusal of a later graph names.
+last_break: list[str] = []
 # Ids of running compilations of functions that Dynamo could not trace before.
 _has_given_up: set[Any] = set()
 # Ids of compilations whose graphs do not count towards Dynamo's recompile limit.
@@ -349,6 +351,7 @@ def _with_preparations(run: Callable[[Any], None], self: Any) -> None:
             note_failure(self.f_code)
             if here not in _has_given_up and "No ops traced" not in str(error):  # else there is nothing to compile
                 _has_given_up.add(here)
+                last_break.clear()
                 _given_up[:] = [(self.output.compiler_fn, cause(error) + _hooked(modules, str(error)))]
                 if _clear_ids not in callback_handler.end_callbacks:
                     callback_handler.register_end_callback(_clear_ids)

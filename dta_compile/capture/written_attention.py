@@ -18,10 +18,12 @@ from torch import fx
 from dta_compile.capture.dynamo import is_data, is_weight
 from dta_compile.errors import RefusalError
 from dta_compile.passes.program import name_of, where
+from dta_compile.passes.symbols import expression
 
 SOFTMAX = ("softmax", "_softmax", "softmax_")
 WEIGHINGS = (*SOFTMAX, "exp", "exp_", "exp2", "sigmoid", "sigmoid_", "relu", "relu_")
 PRODUCTS = ("matmul", "bmm", "mm", "einsum", "baddbmm", "addbmm", "addmm", "tensordot", "__matmul__", "__rmatmul__")
+OF_FEATURES = ("linear", "conv1d", "conv2d")
 OUTER = ("mul", "mul_", "__mul__", "multiply")
 OPAQUE = (
     "multi_head_attention",
@@ -117,10 +119,11 @@ def _follow(
             if _is_product(node):
                 if len(activations) > 1 and any(origin.weights for origin in activations):
                     return node, origins[node]
-                origins[node] = dataclasses.replace(origins[node], scores=len(activations) > 1, weights=False)
+                if not _is_by_pair(node):
+                    origins[node] = dataclasses.replace(origins[node], scores=len(activations) > 1, weights=False)
             elif origins[node].scores and name_of(node) in WEIGHINGS:
                 origins[node] = dataclasses.replace(origins[node], weights=True)
-            elif len(activations) < len(operands) and name_of(node) in ("linear", "conv1d", "conv2d"):
+            elif len(activations) < len(operands) and name_of(node) in OF_FEATURES and not _is_by_pair(node):
                 origins[node] = dataclasses.replace(origins[node], scores=False, weights=False)
     return None, _combined([origins[node] for node in module.graph.nodes if node.op == "output"])
 
@@ -147,6 +150,13 @@ def _body(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
         return None
     body = getattr(module, str(first.target), None)
     return body if isinstance(body, fx.GraphModule) else None
+
+
+def _is_by_pair(node: fx.Node) -> bool:
+    """Return whether a product with weights mixes the heads of `[B, H, S, S]`, which stays by query and key."""
+    values = [value.meta.get("example_value") for value in (*node.all_input_nodes, node)]
+    *operands, result = ([*map(expression, v.shape)] if isinstance(v, torch.Tensor) else [] for v in values)
+    return any(len(pair) > 3 and pair[-1] == pair[-2] and pair[-2:-1] == result[-2:-1] for pair in operands)
 
 
 def _is_product(node: fx.Node) -> bool:

@@ -326,12 +326,15 @@ def ancestors(nodes: Iterable[fx.Node], stop: Callable[[fx.Node], bool] | None =
 
 
 def where(node: fx.Node) -> str:
-    """Return the user's source line of a node: the innermost recorded frame outside torch and this package."""
+    """Return the user's source line of a node: the innermost recorded frame outside torch and this package.
+
+    An input has no line, but a name.
+    """
     trace = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace.splitlines() if line.strip() and not set(line.strip()) <= set("^~ ")]
     frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
     if not frames:
-        return f"node {node.name}"
+        return f"input {node.meta['source']}" if "source" in node.meta else f"node {node.name}"
     own = [i for i in frames if TORCH_FOLDER not in lines[i]] or frames
     own = [i for i in own if OUR_FOLDER not in lines[i]] or own
     return " | ".join(lines[own[-1] : own[-1] + 2])

@@ -123,6 +123,13 @@ def divided_after_the_mask(model, q, k, v, pairs):  # GPT-J
     return ((scores * torch.tensor(3).float().rsqrt().pow(0.5)).softmax(-1) @ v).transpose(1, 2)
 
 
+def without_infinite_scores(model, q, k, v, pairs):  # Differential Transformer, before and after the mask
+    q, k, v = by_heads(q, k, v)
+    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    scores = (torch.nan_to_num(q @ k.mT) + torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, -torch.inf)) / 2
+    return (scores.nan_to_num(nan=7.0, neginf=-1e9).softmax(-1) @ v).transpose(1, 2)
+
+
 def less_one(model, q, k, v, pairs):
     q, k, v = by_heads(q, k, v)
     added = (model.bias[:, :, : q.shape[2], : q.shape[2]] - 1) * 1e30
@@ -132,7 +139,7 @@ def less_one(model, q, k, v, pairs):
 
 def test_what_is_done_to_scores():
     ways = with_a_buffer, gated, with_sinks, with_sinks_in_front, with_a_scale_a_head, with_alibi
-    ways += divided_after_the_mask, less_one
+    ways += divided_after_the_mask, less_one, without_infinite_scores
     assert_equals_eager(WrittenLM(*ways), shared_ids(4, 9))
 
 
@@ -1154,6 +1161,18 @@ def by_exponentials_over_a_number(model, q, k, v, pairs):
     return (powers / powers.sum(-1, keepdim=True).detach() @ v).transpose(1, 2)
 
 
+def between_numbers(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    return ((q @ k.mT).masked_fill(later, -torch.inf).nan_to_num(neginf=-3.0).softmax(-1) @ v).transpose(1, 2)
+
+
+def with_talking_heads(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    heads = model.scale[:, None] * model.scale
+    return (causal(torch.einsum("bhij,hg->bgij", q @ k.mT, heads)) @ v).transpose(1, 2)
+
+
 def by_sigmoid(model, q, k, v, pairs):
     q, k, v = by_heads(q, k, v)
     return ((q @ k.mT).sigmoid().tril() @ v).transpose(1, 2)
@@ -1179,6 +1198,8 @@ def by_sigmoid(model, q, k, v, pairs):
         (by_exponentials_over_queries, "other queries than keys"),
         (by_exponentials_over_a_number, "another function of products of activations than a softmax"),
         (by_scaled_exponentials, "values other than 0 and -inf"),
+        (between_numbers, "scores replaced by -3,"),
+        (with_talking_heads, "another function of products of activations than a softmax"),
         (by_sigmoid, "another function of products of activations than a softmax"),
     ],
 )

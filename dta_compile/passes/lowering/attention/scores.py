@@ -42,7 +42,12 @@ from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import FORBIDDEN
 
 # Lower bounds of scores, by which models keep hidden scores finite.
-FLOORS = frozenset({aten.maximum.default, aten.clamp_min.default, aten.clamp_min.Tensor, aten.clamp.default})
+FLOORS = frozenset(
+    {
+        *(aten.maximum.default, aten.clamp_min.default, aten.clamp_min.Tensor, aten.clamp.default),
+        aten.nan_to_num.default,
+    }
+)
 PathTo = Callable[[fx.Node], list[fx.Node] | None]
 
 
@@ -244,9 +249,17 @@ class Scores:
         return condition if stays else call(node.graph, aten.logical_not.default, condition)
 
     def _floor(self, node: fx.Node, source: fx.Node) -> None:
-        """Apply a lower bound of the scores, such as `finfo.min`, as a filler of hidden keys."""
-        floor = number_of(node.args[1] if node.args[0] is source else node.args[0])
-        if floor is None or len(node.args) > 2:
+        """Apply a lower bound of the scores, such as `finfo.min`, as a filler of hidden keys.
+
+        `nan_to_num` is one for keys that are hidden already, since scores are finite.
+        """
+        if node.target is aten.nan_to_num.default:
+            floor = node.args[3] if len(node.args) > 3 else None
+            floor = torch.finfo(node.meta["val"].dtype).min if floor is None else floor
+        else:
+            floor = number_of(node.args[1] if node.args[0] is source else node.args[0])
+            floor = floor if len(node.args) == 2 else None
+        if floor is None:
             raise Mismatch("scores that are bounded")
         self._forbid(floor - self.shift)
 

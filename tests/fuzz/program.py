@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import linecache
 import re
+import sys
 import textwrap
 from types import ModuleType
 from typing import Any
@@ -137,6 +138,7 @@ def load(source: str) -> ModuleType:
     module = ModuleType(name)
     module.__file__ = f"<{name}>"
     linecache.cache[module.__file__] = (len(source), None, source.splitlines(keepends=True), module.__file__)
+    sys.modules[name] = module  # Dynamo imports what its functions are defined in
     exec(compile(source, module.__file__, "exec"), module.__dict__)
     return module
 

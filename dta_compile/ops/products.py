@@ -126,7 +126,14 @@ def add_to(total: AnySum, summand: torch.Tensor) -> None:
 
 def are_bounded(*tensors: torch.Tensor) -> bool:
     """Return whether all numbers and all dot products of vectors of them are finite. Synchronises with the device."""
-    return all(float(torch.linalg.vector_norm(tensor)) < _largest(tensor.dtype) for tensor in tensors)
+    return all(float(_norm(tensor)) < _largest(tensor.dtype) for tensor in tensors)
+
+
+def _norm(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the norm of all numbers, in two steps where one would read them out of the order of memory."""
+    by_vector = tensor if tensor.is_contiguous() or not tensor.dim() else torch.linalg.vector_norm(tensor, dim=-1)
+    norm: torch.Tensor = torch.linalg.vector_norm(by_vector)
+    return norm
 
 
 def _largest(dtype: torch.dtype) -> float:

@@ -601,6 +601,24 @@ def test_frozen_parameters_and_adapters(variants):
     model.requires_grad_(True)
 
 
+def test_logits_of_one_row_are_not_copied_and_may_be_written(model, compiled):
+    """Its tokens are the rows that chunks write, in their order, unless some are padding."""
+    ids, mask = IDS[:1], torch.ones_like(IDS[:1], dtype=torch.bool)
+    with torch.no_grad():
+        logits = compiled(ids)
+    assert logits.untyped_storage().nbytes() == (ids.numel() + 1) * logits[0, 0].nbytes  # the chunks', and one more
+    for real in (ids.shape[1], ids.shape[1] - 2):
+        mask[:, real:] = False
+
+        def step(run):
+            logits = run(ids, mask)
+            logits.mul_(0.5)
+            weighted(logits * mask[..., None]).backward()
+            return ()
+
+        assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
+
+
 def test_gradients_at_padding_are_an_error_not_a_loss(model, compiled):
     mask = torch.ones_like(IDS, dtype=torch.bool)
     mask[1, 5:] = False

@@ -483,7 +483,8 @@ def _peak_bytes(call: PlannedCall) -> float:
     first, second = bytes_of_halves(rows.tree, plan.schedule, parts, stack_tokens, rows.head_starts)
     forward = sum(stored) + first
     if not call.executable.training or plan.schedule.mode == "score":
-        return max(forward, sum(stored) + sum(dense))
+        copied = [0 if call.layout.is_in_order(i) else size for i, size in enumerate(stored)]
+        return max(forward, sum(copied) + sum(dense))
     return max(forward, sum(dense) + second)  # dense values live as long as the user holds them
 
 

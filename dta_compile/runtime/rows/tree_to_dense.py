@@ -14,7 +14,7 @@ from dta_compile.errors import RuntimeContractError
 from dta_compile.executable.executable import FrontierValue
 from dta_compile.executable.layouts import Axis
 from dta_compile.runtime.rows.batch_rows import Booleans, Integers
-from dta_compile.runtime.rows.buffers import RowBuffer
+from dta_compile.runtime.rows.buffers import AllRows, RowBuffer
 from dta_compile.runtime.rows.upload import upload
 
 
@@ -69,11 +69,23 @@ class BatchLayout:
         ]
         return [mask if mask is not None and mask.any() else None for mask in masks]
 
+    def is_in_order(self, index: int) -> bool:
+        """Return whether the dense entries of a frontier value are the first head rows: none is shared or padding."""
+        mask, window = self.used[index], self.windows[index]
+        if mask is None or not _entries(mask & self.valid, window).all():
+            return False
+        head_rows = _entries(self.rows.head_rows, window)
+        return np.array_equal(head_rows, np.arange(len(head_rows)))
+
     def expand(self, index: int, buffer: RowBuffer, row: int | None = None) -> torch.Tensor:
         """Gather a frontier value into its dense layout; for one `row`, the batch axis has size one.
 
-        At padding and where it is unused, it is next to zero, or an inner value that of a real token.
+        At padding and where it is unused, it is next to zero, or an inner value that of a real token. Rows that are in
+        order become the dense value, without a copy.
         """
+        if row is None and isinstance(buffer, AllRows) and self.is_in_order(index):
+            entries = buffer.values[: self.batch * self.windows[index][1]]
+            return self._from_entries(self.frontier[index], entries, self.batch)
         value, head_rows = self.frontier[index], self._map(index)
         head_rows, batch = (head_rows, self.batch) if row is None else (self._row_of(head_rows, row), 1)
         return self._from_entries(value, _gathered(value, buffer, head_rows), batch)
@@ -126,7 +138,10 @@ class BatchLayout:
         """Add the gradient of `expand` to its head rows; raise RuntimeContractError if it is nonzero at padding."""
         value, uncovered = self.frontier[index], self.uncovered[index]
         entries = _to_entries(value, grad, self.batch)
-        buffer.add(self._map(index), entries)
+        if isinstance(buffer, AllRows) and self.is_in_order(index):
+            buffer.values[: len(entries)] += entries
+        else:
+            buffer.add(self._map(index), entries)
         if uncovered is not None and (at_padding := _largest(entries, uncovered)) is not None:
             self.refuse_padding(index, at_padding, [buffer.values])
 

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import inspect
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -59,6 +60,8 @@ _without_selections: set[Any] = set()
 _without_branches: set[Any] = set()
 # Ids of running compilations whose layers cannot be traced once for all copies.
 _without_regions: set[Any] = set()
+# Setting of Dynamo: functions whose calls it leaves out.
+IGNORED = "ignore_logging_functions"
 # The latest function that Dynamo could not trace: its compiler, and the first reason.
 _given_up: list[tuple[Any, str]] = []
 # The latest graph break, unless Dynamo could not trace a function since: what a refusal of a later graph names.
@@ -335,7 +338,8 @@ def _with_preparations(run: Callable[[Any], None], self: Any) -> None:
     _mark_at_hand(self)
     note_trace(self.f_code)
     here = CompileContext.current_compile_id()
-    with _no_collections(), traced_once(() if here in _without_regions else modules) as has_regions:
+    repeated = () if here in _without_regions else modules
+    with _no_collections(), _ignoring_warnings(), traced_once(repeated) as has_regions:
         if has_regions:  # layers that are traced once never hit this cache, which costs a tenth of the time
             self.output.fake_mode.cache_enabled = False
         try:
@@ -380,6 +384,13 @@ def _guard_hooks(tx: Any) -> None:
     if of_modules := [*guards_of_hooks(tx.output.guards)]:
         for guard in (*of_modules, *guards_of_global_hooks(tx)):
             add_guard(tx.output.guards, guard)
+
+
+def _ignoring_warnings() -> contextlib.AbstractContextManager[Any]:
+    """Leave `warnings.warn` out of a trace, like calls of loggers, since Dynamo would end the graph there."""
+    if not hasattr(dynamo_config, IGNORED):  # a torch that cannot
+        return contextlib.nullcontext()
+    return dynamo_config.patch({IGNORED: {*getattr(dynamo_config, IGNORED), warnings.warn}})
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """What Dynamo would end a graph at runs over the tree, and a model or a call that does not is said to."""
 
 import logging
+import warnings
 
 import pytest
 import torch
@@ -80,6 +81,18 @@ def test_embeddings_are_asked_for_gradients_by_a_hook():
         module.requires_grad_(False)
     model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     check(model)
+
+
+def test_warnings_end_no_graph():
+    class Warns(BareLM):
+        def forward(self, ids):
+            warnings.warn("of the model", FutureWarning, stacklevel=2)
+            return super().forward(ids)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        check(Warns())
+        assert not torch._dynamo.config.ignore_logging_functions
 
 
 def test_a_break_in_a_hook_is_named_though_a_function_fails_later():

@@ -1030,7 +1030,10 @@ def test_modules_of_torch(need_weights):
 
 
 @pytest.mark.parametrize("is_float", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
 def test_an_encoder_of_torch_that_compares_its_mask(is_float):
+    """And warns of a mask of numbers beside padding that is boolean."""
+
     class Model(TinyLM):
         def __init__(self):
             super().__init__(layers=0)
@@ -1039,9 +1042,11 @@ def test_an_encoder_of_torch_that_compares_its_mask(is_float):
 
         def mix(self, x, pairs=None):
             mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
-            return self.encoder(x, mask if is_float else mask < 0)
+            return self.encoder(x, mask if is_float else mask < 0, src_key_padding_mask=~pairs[:, 0, -1])
 
-    assert_equals_eager(Model(), shared_ids(4, 9))
+    ids, real = shared_ids(4, 9), torch.ones(4, 9, dtype=torch.bool)
+    real[1, -2:] = False
+    assert_equals_eager_beside_padding(Model(), ids, real)
 
 
 def scored_in_no_gradient_mode(model, ids):

@@ -20,6 +20,10 @@ from dta_compile.runtime.rows.upload import upload
 class ComputedRows:
     """Layout of frontier values on the rank that computes them: head rows `[h, *features]` as they are."""
 
+    def is_in_order(self, index: int) -> bool:
+        """Return False: rows are copied on their way to the ranks that own them."""
+        return False
+
     def expand(self, index: int, buffer: AllRows) -> torch.Tensor:
         """Return the rows of a buffer."""
         return buffer.values[:-1]

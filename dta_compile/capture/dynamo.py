@@ -6,6 +6,7 @@ import collections
 import contextlib
 import gc
 import inspect
+import logging
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -62,6 +63,11 @@ _without_branches: set[Any] = set()
 _without_regions: set[Any] = set()
 # Setting of Dynamo: functions whose calls it leaves out.
 IGNORED = "ignore_logging_functions"
+MESSAGES = (
+    warnings.warn,
+    *(logging.Logger.debug, logging.Logger.info, logging.Logger.warning, logging.Logger.error, logging.Logger.critical),
+    *(logging.Logger.exception, logging.Logger.log, logging.Logger.isEnabledFor),
+)
 # The latest function that Dynamo could not trace: its compiler, and the first reason.
 _given_up: list[tuple[Any, str]] = []
 # The latest graph break, unless Dynamo could not trace a function since: what a refusal of a later graph names.
@@ -339,7 +345,7 @@ def _with_preparations(run: Callable[[Any], None], self: Any) -> None:
     note_trace(self.f_code)
     here = CompileContext.current_compile_id()
     repeated = () if here in _without_regions else modules
-    with _no_collections(), _ignoring_warnings(), traced_once(repeated) as has_regions:
+    with _no_collections(), _ignoring_messages(), traced_once(repeated) as has_regions:
         if has_regions:  # layers that are traced once never hit this cache, which costs a tenth of the time
             self.output.fake_mode.cache_enabled = False
         try:
@@ -386,11 +392,11 @@ def _guard_hooks(tx: Any) -> None:
             add_guard(tx.output.guards, guard)
 
 
-def _ignoring_warnings() -> contextlib.AbstractContextManager[Any]:
-    """Leave `warnings.warn` out of a trace, like calls of loggers, since Dynamo would end the graph there."""
+def _ignoring_messages() -> contextlib.AbstractContextManager[Any]:
+    """Leave warnings and log lines of the model out of a trace, since Dynamo would end the graph there."""
     if not hasattr(dynamo_config, IGNORED):  # a torch that cannot
         return contextlib.nullcontext()
-    return dynamo_config.patch({IGNORED: {*getattr(dynamo_config, IGNORED), warnings.warn}})
+    return dynamo_config.patch({IGNORED: {*getattr(dynamo_config, IGNORED), *MESSAGES}})
 
 
 @contextlib.contextmanager

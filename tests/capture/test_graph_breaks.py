@@ -12,6 +12,7 @@ import dta_compile
 from dta_compile.errors import RefusalError
 from tests.support.tiny import SMALL_CHUNKS, BareLM, Block, TinyLM, after, assert_same, shared_ids, weighted
 
+logger = logging.getLogger("a_model")
 OPTIONS = {**SMALL_CHUNKS, "codegen": "eager"}
 
 
@@ -83,16 +84,19 @@ def test_embeddings_are_asked_for_gradients_by_a_hook():
     check(model)
 
 
-def test_warnings_end_no_graph():
-    class Warns(BareLM):
+def test_warnings_and_log_lines_end_no_graph():
+    class Tells(BareLM):
         def forward(self, ids):
             warnings.warn("of the model", FutureWarning, stacklevel=2)
+            if logger.isEnabledFor(logging.INFO):
+                logger.info("%s tokens", ids.shape[1])
+            logger.debug("and more")
             return super().forward(ids)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        check(Warns())
-        assert not torch._dynamo.config.ignore_logging_functions
+        check(Tells())
+    assert not torch._dynamo.config.ignore_logging_functions
 
 
 def test_a_break_in_a_hook_is_named_though_a_function_fails_later():

@@ -116,11 +116,12 @@ def _follow(
             activations = [origin for origin in operands if origin.is_activation]
             if any(part in name_of(node) for part in OPAQUE) and activations:
                 return node, origins[node]
-            if _is_product(node):
-                if len(activations) > 1 and any(origin.weights for origin in activations):
+            if _is_product(node) and len(activations) > 1:
+                if any(origin.weights for origin in activations):
                     return node, origins[node]
-                if not _is_by_pair(node):
-                    origins[node] = dataclasses.replace(origins[node], scores=len(activations) > 1, weights=False)
+                origins[node] = dataclasses.replace(origins[node], scores=True, weights=False)
+            elif _is_product(node) and not _is_by_pair(node):
+                origins[node] = dataclasses.replace(origins[node], scores=False, weights=False)
             elif origins[node].scores and name_of(node) in WEIGHINGS:
                 origins[node] = dataclasses.replace(origins[node], weights=True)
             elif len(activations) < len(operands) and name_of(node) in OF_FEATURES and not _is_by_pair(node):

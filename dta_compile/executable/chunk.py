@@ -113,7 +113,8 @@ class ChunkGraphs:
         grad_parameters: positions among the inputs of the parameters that receive a gradient.
         grad_sources: for each of `grad_parameters`, the frontier values that its gradient comes from.
         token_bytes, head_bytes: bytes that one chunk keeps for its backward, per token and per head row (a token
-            whose logits are read): saved values, and the inputs of trunk and head among `backward_inputs`.
+            whose logits are read): saved values, and the inputs of trunk and head among `backward_inputs` that no other
+            part has sent.
         kv_bytes: bytes per token of the states of all layers (for attention, keys and values).
         result_bytes: bytes per token of the results of all layers without running states (for attention, output and
             log-sum-exps).

@@ -3,6 +3,8 @@
 In a sweep of stages each part gathers the groups that it reads before it runs, prefetches those of the next part, and
 frees them afterwards. The backward does the same, and reduces a group after all parts that read it. All ranks gather
 and reduce in the same order, however different their trees are. `runtime.engine` uses this.
+
+On the host nothing is prefetched: gloo takes the cores that compute, and would hold the next group twice meanwhile.
 """
 
 from __future__ import annotations
@@ -41,13 +43,14 @@ class LayerGroups:
         self.modules, self.parts, self.waiting = modules, parts, waiting or [0] * len(parts)
         self._memories = {_memory(p._unsharded_param) for group in groups_of(modules) for p in group.fsdp_params}
         self._first = {state: number for number, states in reversed([*enumerate(parts)]) for state in states}
+        self._is_on_host = any(group.device.type == "cpu" for group in groups_of(modules))
 
     def begin(self, part: int) -> None:
         """Gather the groups that a part reads, and prefetch those of the next part."""
         for state in self._of(part):
             if (handle := self.modules[state].unshard(async_op=True)) is not None:
                 handle.wait()
-        for state in self._of(part + 1):
+        for state in self._to_prefetch(part + 1):
             self.modules[state].unshard(async_op=True)
 
     def end(self, part: int) -> None:
@@ -58,27 +61,32 @@ class LayerGroups:
                     free(group, "FORWARD")
                 show_unsharded(state)
 
+    def end_again(self, part: int) -> None:
+        """Free the groups of the part before the one that goes backward next, unless they count as prefetched."""
+        if not self._to_prefetch(part):
+            self.end(part)
+
     def begin_backward(self, part: int, next_part: int) -> None:
         """Gather the groups of a part, and prefetch those of the part that runs after its backward."""
         for state in self._of(part):
             state._pre_backward(None)
-        for state in self._of(next_part):
+        for state in self._to_prefetch(next_part):
             for group in groups_of([state]):
                 with group.use_training_state(type(group._training_state).PRE_BACKWARD):
                     group.unshard(async_op=True)
 
     def bytes_of(self, part: int) -> tuple[int, int, int]:
         """Return the bytes on this rank of gathered parameters and whole gradients while a part goes forward and back,
-        and while its gradients are reduced.
+        and while its gradients are reduced or, on the host, its parameters gathered.
 
         Forward these are the part's parameters, and those of the next part, which are on their way; backward likewise
         with the part before. Backward there are also gradients that are reduced after all parts, and on a GPU the input
         of the latest reduction, which FSDP2 holds until the next one. A reduction has its input and its output, and
-        gloo a copy of the input. What other collectives allocate themselves is not known.
+        gloo a copy of what it gathers or reduces. What other collectives allocate themselves is not known.
         """
-        own = set(self._of(part))
+        own, on_host = set(self._of(part)), self._is_on_host
         forward, backward = (
-            sum(map(bytes_of_parameters, groups_of(own | set(self._of(neighbour)))))
+            sum(map(bytes_of_parameters, groups_of(own | set(self._to_prefetch(neighbour)))))
             for neighbour in (part + 1, part - 1)
         )
         later = range(part + 1, len(self.parts))
@@ -86,15 +94,14 @@ class LayerGroups:
         waiting = sum(self.waiting[number] for number in later)
         reduced = [group for states in final for group in groups_of(states) if group.reduce_grads]
         waiting += sum(bytes_of_gradients(g) for states in final for g in groups_of(states) if not g.reduce_grads)
-        on_host = any(group.device.type == "cpu" for group in groups_of(own))
         before = bytes_of_gradients(reduced[0]) if reduced and not on_host else 0
-        reducing = 0
+        collecting = 2 * backward if on_host else 0
         for group in groups_of(state for state in own if self._first[state] == part):
             if group.reduce_grads:
                 size = bytes_of_gradients(group)
                 output = size // getattr(group.mesh_info, "shard_mesh_size", 1)
-                reducing = max(reducing, backward - bytes_of_parameters(group) + size * (1 + on_host) + output)
-        return forward, backward + waiting + before, reducing + waiting
+                collecting = max(collecting, backward - bytes_of_parameters(group) + size * (1 + on_host) + output)
+        return forward, backward + waiting + before, collecting + waiting
 
     def bytes_of_sums(self, parameters: Sequence[torch.Tensor]) -> int:
         """Return the bytes of the sums of gradients of those parameters that belong to the groups."""
@@ -130,6 +137,9 @@ class LayerGroups:
     def most(self, *mine: int) -> list[int]:
         """Return the largest of each number over the ranks that share parameters with this one."""
         return _most(self.modules, *mine)
+
+    def _to_prefetch(self, part: int) -> Sequence[Any]:
+        return () if self._is_on_host else self._of(part)
 
     def _of(self, part: int) -> Sequence[Any]:
         return self.parts[part] if 0 <= part < len(self.parts) else ()

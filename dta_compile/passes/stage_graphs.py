@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from torch import fx
 
 from dta_compile.executable.chunk import Generated
 from dta_compile.executable.pieces import Piece
-from dta_compile.passes.value_bytes import Bytes, ChunkSizes, Peaks
+from dta_compile.passes.value_bytes import Bytes, ChunkSizes, Peaks, total
 
 GRAPHS = ("cache_only", "forward_only", "forward", "backward")
 
@@ -171,8 +171,13 @@ class ChunkStages:
                 kept_values[-1].append(value._replace(place=place, memory=memory))
         return kept_values
 
-    @functools.cached_property
-    def kept_bytes(self) -> Bytes:
-        """The bytes that one chunk keeps for its backward, each storage once."""
+    def kept_bytes(self, received: Collection[int] = ()) -> Bytes:
+        """Return the bytes that one chunk keeps for its backward, each storage once.
+
+        Args:
+            received: slots of values that other parts have sent, which are kept for the part whether its graph is or
+                not.
+        """
         memory = {value.memory: value.bytes for values in self.kept_of_stages for value in values}
-        return functools.reduce(Bytes.plus, memory.values(), Bytes())
+        elsewhere = {("slot", slot) for slot in received}
+        return total(size for place, size in memory.items() if place not in elsewhere)

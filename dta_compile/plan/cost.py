@@ -167,11 +167,17 @@ class Limits:
         return self.parts if sweep == "stages" else (PartBytes(self.footprint, self.sums),)
 
     def of_sweep(self, sweep: str) -> Limits:
-        """Return these limits with the budget and the chunk sizes of a sweep."""
+        """Return these limits with the budget and the chunk sizes of a sweep, and what its chunks keep of all parts."""
         if sweep != "stages" or self.by_stages is None:
             return self
         budget, sizes = self.by_stages
-        return dataclasses.replace(self, budget=budget, chunk_sizes=sizes)
+        of_parts = [part.footprint for part in self.parts]
+        footprint = dataclasses.replace(
+            self.footprint,  # where values that pass between parts are kept with graphs
+            graph_token=sum(part.graph_token for part in of_parts) or self.footprint.graph_token,
+            graph_head=sum(part.graph_head for part in of_parts) or self.footprint.graph_head,
+        )
+        return dataclasses.replace(self, budget=budget, chunk_sizes=sizes, footprint=footprint)
 
     def with_nothing_kept(self) -> Limits:
         """Return these limits with a budget of zero, and the chunk sizes that it allows."""

@@ -288,8 +288,8 @@ class Stretch:
             with no_autocast():
                 received = [self.values[value][i] for i in range(len(run.chunks)) for value in run.part.reads]
                 sent, _ = run.forward_rows(received)
-            if layers is not None and run is not runs[-1]:  # whose weights its backward needs soon
-                layers.end(run.number)
+            if layers is not None:
+                (layers.end if run is not runs[-1] else layers.end_again)(run.number)
             written = len(run.part.writes)
             self.values |= {v: sent[i::written] for i, v in enumerate(run.part.writes) if v in needed}
 

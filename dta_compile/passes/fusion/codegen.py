@@ -63,7 +63,7 @@ def codegen(program: Program) -> None:
 def choice(program: Program) -> str:
     """Resolve "auto" by the sizes of the first batch."""
     mixer, value = program.mixers[0].mixer, program.mixer_nodes[0].meta["val"]
-    kept = program.stages.kept_bytes
+    kept = program.stages.kept_bytes()
     batch, tokens = (hint(value.shape[dim]) or 0 for dim in (mixer.batch_dim, mixer.token_dim))
     return choice_for(device_of(program), (kept.per_token + kept.per_head_row) * batch * tokens)
 

@@ -64,7 +64,7 @@ class _Emitter:
         self.position = {place: i for i, place in enumerate(places)}
 
     def graphs(self) -> ChunkGraphs:
-        chunk, kept = self.chunk, self.chunk.kept_bytes
+        chunk, kept = self.chunk, self.chunk.kept_bytes(self.received)
         values = {value.place: value for values in chunk.kept_of_stages for value in values}
         kinds = list(chunk.of_kinds())
         states = [

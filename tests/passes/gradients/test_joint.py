@@ -62,7 +62,7 @@ def test_less_is_kept_than_all_that_the_backward_reads(toy, monkeypatch):
     everything = dataclasses.replace(toy, filled=toy.filled - joint.fills)
     monkeypatch.setattr(partition, "TOUCHED_PER_SAVED", 0)
     joint(everything)
-    ours, all_bytes = toy.stages.kept_bytes, everything.stages.kept_bytes
+    ours, all_bytes = toy.stages.kept_bytes(), everything.stages.kept_bytes()
     assert ours.per_token < 0.7 * all_bytes.per_token
     assert [kind.state_bytes for kind in toy.stages.kinds] == [kind.state_bytes for kind in everything.stages.kinds]
     assert toy.joint.saved_bytes_per_token == ours.per_token + ours.per_head_row

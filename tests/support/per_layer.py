@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
-import time
 import types
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -142,6 +142,21 @@ def crossed(forward: Any, order: Sequence[int]) -> Any:
     return scored
 
 
+def collectives(run: Callable[[], None]) -> tuple[int, int]:
+    """Return how many groups are gathered and reduced during a run."""
+    with (
+        mock.patch.object(group, "foreach_all_gather", wraps=group.foreach_all_gather) as gathered,
+        mock.patch.object(group, "foreach_reduce", wraps=group.foreach_reduce) as reduced,
+    ):
+        run()
+    return gathered.call_count, reduced.call_count
+
+
+def prefetching() -> AbstractContextManager[Any]:
+    """Prefetch layers as on a GPU."""
+    return mock.patch.object(LayerGroups, "_to_prefetch", LayerGroups._of)
+
+
 def calls_of_all_kinds() -> None:
     """Check two live graphs in both orders, calls without graph or backward, and weights written in between.
 
@@ -153,12 +168,7 @@ def calls_of_all_kinds() -> None:
     both(models, functools.partial(crossed, order=(0, 1)))
     both(models, functools.partial(crossed, order=(1, 0)))
     assert is_sharded(model)
-    with (
-        mock.patch.object(group, "foreach_all_gather", wraps=group.foreach_all_gather) as gathered,
-        mock.patch.object(group, "foreach_reduce", wraps=group.foreach_reduce) as reduced,
-    ):
-        weighted(compiled(own_ids())).backward()
-    assert gathered.call_count == reduced.call_count == 3  # groups: two layers, and the rest
+    assert collectives(lambda: weighted(compiled(own_ids())).backward()) == (3, 3)  # groups: two layers, and the rest
     model.zero_grad()
     with torch.no_grad():
         compiled(own_ids())
@@ -196,15 +206,16 @@ def layer_by_layer() -> None:
         assert "outputs within" in dta_compile.last_plan(compiled).estimates.self_check
     both(models, functools.partial(crossed, order=(0, 1)))
     both(models, functools.partial(crossed, order=(1, 0)))
-    with (
-        mock.patch.object(group, "foreach_all_gather", wraps=group.foreach_all_gather) as gathered,
-        mock.patch.object(group, "foreach_reduce", wraps=group.foreach_reduce) as reduced,
-    ):
+
+    def step() -> None:
         logits = compiled(own_ids())
         assert all(is_sharded(block) for block in model.blocks)
         weighted(logits).backward()
-    assert (gathered.call_count, reduced.call_count) == (2 * 2 + 1, 3)  # two layers, and the rest
-    model.zero_grad()
+        model.zero_grad()
+
+    assert collectives(step) == (2 * 2 + 1, 3)  # two layers, and the rest
+    with prefetching():
+        assert collectives(step) == (2 * 2 + 1, 3)
     assert dta_compile.last_plan(compiled).schedule.sweep == "stages"
     none = torch.zeros(own_ids().shape, dtype=torch.bool) if dist.get_rank() else torch.ones(own_ids().shape).bool()
     weighted(compiled(own_ids(), none)[none]).backward()  # a rank without tokens still takes part
@@ -231,18 +242,14 @@ def groups_of_subtrees() -> None:
         parameter.register_post_accumulate_grad_hook(functools.partial(lambda name, _: called.append(name), name))
         for name, parameter in model.named_parameters()
     ]
-    with (
-        mock.patch.object(group, "foreach_all_gather", wraps=group.foreach_all_gather) as gathered,
-        mock.patch.object(group, "foreach_reduce", wraps=group.foreach_reduce) as reduced,
-    ):
-        weighted(compiled(own_ids())).backward()
+    counts = collectives(lambda: weighted(compiled(own_ids())).backward())
     for hook in hooks:
         hook.remove()
     groups = 1 + dist.get_world_size()
     assert sorted(called) == sorted(name for name, _ in model.named_parameters())
     # The first layer is gathered three times a group, twice in the last, whose hidden states stay; the second is in the
     # last part, which goes forward once.
-    assert (gathered.call_count, reduced.call_count) == (5 * groups, 2 * groups + 1)
+    assert counts == (5 * groups, 2 * groups + 1)
     model.zero_grad()
     none = torch.zeros(own_ids().shape, dtype=torch.bool) if dist.get_rank() else torch.ones(own_ids().shape).bool()
     weighted(compiled(own_ids(), none)[none]).backward()  # a rank without tokens still takes part
@@ -361,20 +368,12 @@ def backbone() -> None:
 def predicted_memory() -> None:
     """Check that the plan's peak is a step's: parameters gathered by then, reductions, gradient sums, activations."""
     counting()
-    begin_backward, ids = LayerGroups.begin_backward, torch.randint(31, (5 + dist.get_rank(), 60))
-
-    def settled(groups: LayerGroups, *parts: int) -> None:
-        """Begin a part when gloo has dropped its copy of what it gathers, for which it waits for all ranks."""
-        begin_backward(groups, *parts)
-        dist.barrier()
-        time.sleep(0.05)
-
+    ids = torch.randint(31, (5 + dist.get_rank(), 60))
     for sweep, layers in (("auto", 6), ("chunks", 2)):
         torch.compiler.reset()
         options = {"memory_budget": 0, "sweep": sweep}
         compiled = torch.compile(by_hand(model := TinyLM(width=256, layers=layers)), backend="dta", options=options)
 
-        @mock.patch.object(LayerGroups, "begin_backward", settled)
         def step(compiled: Any = compiled, model: torch.nn.Module = model) -> None:
             weighted(compiled(ids)).backward()
             model.zero_grad(set_to_none=False)
@@ -398,14 +397,13 @@ def strides() -> None:
     assert dta_compile.last_plan(compiled).schedule.stride == 1 + dist.get_world_size()
     both(models, functools.partial(crossed, order=(0, 1)))
     both(models, functools.partial(crossed, order=(1, 0)))
-    with (
-        mock.patch.object(group, "foreach_all_gather", wraps=group.foreach_all_gather) as gathered,
-        mock.patch.object(group, "foreach_reduce", wraps=group.foreach_reduce) as reduced,
-    ):
-        weighted(compiled(own_ids())).backward()
     # Forward each of six layers and the rest. Backward the last layer, which is a stretch; of a stretch of three layers
     # two run again, then the third, and the first once more; of two, each once, and there is no group of the embedding.
-    assert (gathered.call_count, reduced.call_count) == (7 + 1 + 4 + 2, 7)
+    # Where nothing is prefetched, a layer that ran again is gathered once more for its own backward.
+    assert collectives(lambda: weighted(compiled(own_ids())).backward()) == (7 + 1 + (4 + 1) + (2 + 1), 7)
+    with prefetching():
+        assert collectives(lambda: weighted(compiled(own_ids())).backward()) == (7 + 1 + 4 + 2, 7)
+        both(models, lambda forward: weighted(forward(own_ids())).backward())
     model.zero_grad()
     none = torch.zeros(own_ids().shape, dtype=torch.bool) if dist.get_rank() else torch.ones(own_ids().shape).bool()
     weighted(compiled(own_ids(), none)[none]).backward()

@@ -76,10 +76,10 @@ def test_the_predicted_peak_is_the_measured_one(strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", [pytest.param(0, marks=pytest.mark.slow), 14_000_000])
+@pytest.mark.parametrize("budget", [0, 14_000_000, 30_000_000])
 def test_the_predicted_peak_of_a_sweep_of_stages_is_the_measured_one(budget):
-    """Gradients of logits are gone when layers go backward, hidden states are there of each, and a budget is enough for
-    some layers' activations."""
+    """Gradients of logits are gone when layers go backward, hidden states are there of each, once where activations are
+    kept, and a budget is enough for some layers' activations."""
     torch._dynamo.reset()
     model = TinyLM(width=128, layers=6)
     model.position, model.head = torch.nn.Embedding(512, 128).double(), torch.nn.Linear(128, 100).double()
@@ -95,7 +95,7 @@ def test_the_predicted_peak_of_a_sweep_of_stages_is_the_measured_one(budget):
         step(ids)
         measured = allocated_at_the_peak(step, ids)
         predicted = dta_compile.last_plan(compiled).estimates.peak_bytes
-        assert predicted == pytest.approx(measured, rel=0.12), tree
+        assert predicted == pytest.approx(measured, rel=0.06), tree
         assert bool(budget) == (dta_compile.last_plan(compiled).schedule.of_part(6).keeps)
 
 

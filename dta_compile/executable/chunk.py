@@ -233,6 +233,11 @@ class Part:
         return sum(size for size, _ in self.written)
 
 
+def first_backward(parts: Sequence[Part]) -> int:
+    """Return the number of the first part that goes backward: earlier ones have no parameters with a gradient."""
+    return next((number for number, part in enumerate(parts) if part.graphs.differentiated), 0)
+
+
 class _Forward:
     """A callable that runs stages in order."""
 

@@ -312,7 +312,7 @@ def _recover(states: Iterable[Any]) -> None:
         return
     for context in _contexts(states):
         if context.post_backward_final_callback_queued:
-            logger.warning("dta: a backward failed: gradients of the model that were not reduced yet are dropped")
+            logger.warning("dta: a backward failed: gradients of the layers that it had not finished are dropped")
             context.post_backward_final_callback_queued = False
             for state in context.all_states:
                 state._training_state = type(state._training_state).IDLE
@@ -322,6 +322,10 @@ def _recover(states: Iterable[Any]) -> None:
 
 
 def _reset(group: Any) -> None:
+    for parameter in group.fsdp_params:
+        info = parameter._module_info
+        if getattr(info.module, info.param_name) is not parameter.sharded_param:  # `model.zero_grad()` has not met it
+            parameter.sharded_param.grad = None
     group._post_forward_indices.clear()
     group._training_state = type(group._training_state).IDLE
     group.reshard()

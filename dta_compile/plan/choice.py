@@ -291,7 +291,8 @@ class Candidates:
         """
         tree, options, limits, parts = self.tree, self.options, self.limits, self.limits.parts
         sent = sum(part.sent for part in parts)
-        asked, least = max(options.stride or 1, limits.stride), max(options.groups or 1, limits.groups)
+        asked, filled = max(options.stride or 1, limits.stride), max(int(np.count_nonzero(tree.lengths)), 1)
+        least = max(min(options.groups or 1, filled), limits.groups)
         is_gathered, ways = any(part.gathered[0] for part in parts), list[_Way]()
         may_stride = len(parts) >= LEAST_PARTS and tree.num_rows > 0 and not options.stride
         is_weighed = may_stride and is_gathered and limits.is_asked_for

@@ -81,6 +81,7 @@ class PartBytes(NamedTuple):
         reduced: share of `sums` that is reduced over ranks after every group of subtrees, instead of after all.
         gathered: parameters gathered from other ranks, and whole gradients not yet reduced, as it goes forward and
             backward, and as its gradients are reduced.
+        goes_backward: it or an earlier part has parameters with a gradient. Otherwise nothing is kept for it.
     """
 
     footprint: Footprint
@@ -91,6 +92,7 @@ class PartBytes(NamedTuple):
     on_rows: float = 0.0
     reduced: float = 0.0
     gathered: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    goes_backward: bool = True
 
 
 class Crossing:
@@ -103,7 +105,7 @@ class Crossing:
         kept: kept as it goes backward.
         again: computed again by earlier parts of its stretch.
         arrived: gradients that have come from later parts.
-        received: values that it reads, and so the gradients that it returns.
+        returned: gradients that it returns of the values that it reads.
         most: the most that are there at one time, with those that a part sends or their gradients.
     """
 
@@ -112,7 +114,7 @@ class Crossing:
         begin = {number: stretch.start for stretch in stretches for number in stretch}
         end = {number: stretch.stop for stretch in stretches for number in stretch}
         levels = [[0.0] * (len(parts) + 1) for _ in range(4)]
-        self.received = [0.0] * len(parts)
+        self.returned = [0.0] * len(parts)
 
         def add(level: list[float], size: float, first: int, stop: int) -> None:
             level[first] += size
@@ -122,16 +124,18 @@ class Crossing:
         for writer, part in enumerate(parts):
             for size, readers in part.readers or ((part.sent, (writer + 1,)),) * (writer + 1 < len(parts)):
                 last = readers[-1]
-                enters = next((begin[reader] for reader in readers if writer < begin[reader]), None)
+                keep = [reader for reader in readers if parts[end[reader] - 1].goes_backward]
+                enters = next((begin[reader] for reader in keep if writer < begin[reader]), None)
                 is_kept = saves and enters is not None
                 add(forward, size, writer + 1, len(parts) if is_kept else last + 1)
-                add(arrived, size, writer, last)
+                if part.goes_backward:
+                    add(arrived, size, writer, last)
                 if enters is not None:
                     add(kept, size, enters, len(parts))
                 if readers[0] < end[writer]:
                     add(again, size, writer + 1, end[writer])
-                for reader in readers:
-                    self.received[reader] += size
+                for reader in readers if part.goes_backward else ():
+                    self.returned[reader] += size
         self.forward, self.kept, self.again, self.arrived = (list(accumulate(level)) for level in levels)
         here = zip(parts, self.forward, self.kept, self.again, strict=False)
         self.most = max(part.sent + max(out, kept + again) for part, out, kept, again in here)
@@ -174,7 +178,7 @@ def bytes_of_halves(
         outputs = returned + sum(parts[number].returned for number in stretch)
         for number in stretch:
             part, run = parts[number], schedule.of_part(number)
-            footprint, passed = part.footprint, (part.sent, crossing.received[number])
+            footprint, passed = part.footprint, (part.sent, crossing.returned[number])
             key = id(footprint), id(run.ops), part.sums, passed
             if key not in known:
                 known[key] = _halves(tree, run, footprint, head_starts, part.sums, passed)
@@ -186,12 +190,13 @@ def bytes_of_halves(
             here = held + returned + rows * (crossing.kept[number] + crossing.arrived[number])
             again = rows * crossing.again[number]
             stack_and_gradients = (1 + footprint.kv_gradient) * stack
-            second = max(second, here + again + stack_and_gradients + part.on_rows + backward + part.gathered[1])
+            if part.goes_backward:
+                second = max(second, here + again + stack_and_gradients + part.on_rows + backward + part.gathered[1])
             if number < last:
                 second = max(second, held + outputs + rows * of_last + again + stack + forward + part.gathered[1])
             if number + 1 < len(parts):  # the gradients of the part after this one are reduced
                 second = max(second, here + again * (number < last) + parts[number + 1].gathered[2])
-            held += left if len(parts) > 1 else 0.0
+            held += left if len(parts) > 1 and part.goes_backward else 0.0
     return first, max(second, parts[0].gathered[2])
 
 

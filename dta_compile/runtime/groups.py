@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dta_compile.executable.chunk import Part
+from dta_compile.executable.chunk import Part, first_backward
 from dta_compile.ops.products import AnySum, Sum
 from dta_compile.runtime.calls.planned_call import PlannedCall
 from dta_compile.runtime.calls.schedule_buffers import output_buffers
@@ -55,7 +55,7 @@ class GroupSweep:
 
     def __init__(self, call: PlannedCall) -> None:
         self.call, self.layers = call, call.context.layers
-        self.first = next((number for number, part in enumerate(call.parts) if part.graphs.differentiated), 0)
+        self.first = first_backward(call.parts)
         self.grads: Gradients = ()
         self.group: GroupRun | None = None
         self.last: GroupRun | None = None

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from dta_compile.errors import RuntimeContractError
+from dta_compile.executable.chunk import first_backward
 from dta_compile.executable.executable import FrontierValue
 from dta_compile.ops.products import AnySum
 from dta_compile.plan import Op
@@ -425,7 +426,7 @@ def dense_frontier(call: PlannedCall) -> list[torch.Tensor | None]:
     parts, chunks = call.parts, call.plan.schedule.chunks if call.by_stages else ()
     link, layers, boundaries = torch.zeros(1) if call.by_stages else None, call.context.layers, ReachedValues()
     last_read = {value: number for number, part in enumerate(parts) for value in part.reads}
-    first = next((number for number, part in enumerate(parts) if part.graphs.differentiated), 0)
+    first = first_backward(parts)
     stretches = _stretches(call, len(parts))
     for number, part in enumerate(parts):
         run = TreeRun(call, number, chunks, number == first, boundaries)

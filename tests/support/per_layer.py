@@ -257,9 +257,9 @@ def groups_of_subtrees() -> None:
     both(models, lambda forward: weighted(forward(own_ids())).backward())
 
 
-def failures(sweep: str) -> None:
+def failures(**options: Any) -> None:
     """Check that a failing call, or a backward that fails half-way, leaves no trace in later calls."""
-    models = pair(compile_options={**SMALL_CHUNKS, "sweep": sweep})
+    models = pair(compile_options={**SMALL_CHUNKS, **options})
     _, model, compiled = models
 
     def run(forward: Any) -> None:
@@ -281,7 +281,8 @@ def failures(sweep: str) -> None:
     both(models, run)
     logits = compiled(own_ids())
     weight = model.blocks[1].up.weight  # other parameters have their gradients by then
-    hook = weight.register_post_accumulate_grad_hook(fail) if sweep == "auto" else weight.register_hook(fail)
+    whole = options.get("sweep") == "chunks"
+    hook = weight.register_hook(fail) if whole else weight.register_post_accumulate_grad_hook(fail)
     try:
         weighted(logits).backward()
     except ValueError:
@@ -447,8 +448,9 @@ SCENARIOS = {
         lambda: train(functools.partial(tiny, tied=True), offloaded, clip=0.05, micro_batches=2),
     ),
     "per layer, calls of all kinds": ((2,), calls_of_all_kinds),
-    "per layer, failures": ((2,), lambda: failures("auto")),
-    "per layer, failures with all gathered": ((2,), lambda: failures("chunks")),
+    "per layer, failures": ((2,), failures),
+    "per layer, failures of groups": ((2,), lambda: failures(memory_budget=0, groups=2)),
+    "per layer, failures with all gathered": ((2,), lambda: failures(sweep="chunks")),
     "per layer, layer by layer": ((2,), layer_by_layer),
     "per layer, groups of subtrees": ((2, 4), groups_of_subtrees),
     "per layer, strides": ((2,), strides),

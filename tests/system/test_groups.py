@@ -54,6 +54,21 @@ def test_groups_are_exact_with_padding_and_in_a_second_backward(model, compiled)
     same(model, compiled, lambda forward: weighted(forward(IDS, MASK)[MASK][:4]).backward())
 
 
+@pytest.mark.parametrize("empty", [[0], [2], [3, 4]])
+def test_rows_of_padding_alone_are_in_no_group(model, compiled, empty):
+    mask = MASK.clone()
+    mask[empty] = False
+    expected = after(model, lambda: weighted(model(IDS, mask)[mask]).backward())
+    assert_same(after(model, lambda: weighted(compiled(IDS, mask)[mask]).backward()), expected)
+    assert len(dta_compile.last_plan(compiled).schedule.groups) == 3
+
+
+def test_there_are_no_more_groups_than_rows(model, compiled):
+    weighted(compiled(IDS[:2], MASK[:2])[MASK[:2]]).backward()
+    assert len(dta_compile.last_plan(compiled).schedule.groups) == 2
+    model.zero_grad()
+
+
 def test_gradients_of_some_parameters_and_none_at_padding(model, compiled):
     wanted = [model.embedding.weight, model.blocks[2].up.bias]
     same(model, compiled, lambda forward: torch.autograd.grad(weighted(forward(IDS, MASK)[MASK]), wanted))

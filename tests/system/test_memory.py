@@ -100,6 +100,28 @@ def test_the_predicted_peak_of_a_sweep_of_stages_is_the_measured_one(budget):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("trained", ["head", "blocks.4"])
+def test_layers_below_the_first_trained_one_keep_nothing(trained):
+    torch._dynamo.reset()
+    model = TinyLM(width=128, layers=6)
+    model.position, model.head = torch.nn.Embedding(512, 128).double(), torch.nn.Linear(128, 100).double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(trained))
+    compiled = torch.compile(model, backend="dta", options={"sweep": "stages", "memory_budget": 14_000_000})
+    ids = batch(200, 16, 40)
+    weights = torch.randn(*ids.shape, 100, dtype=torch.float64)
+
+    def step(ids):
+        logits = compiled(ids)
+        (logits * weights).sum().backward()
+        model.zero_grad()
+
+    step(ids)
+    measured = allocated_at_the_peak(step, ids)
+    assert dta_compile.last_plan(compiled).estimates.peak_bytes == pytest.approx(measured, rel=0.12)
+
+
+@pytest.mark.slow
 def test_the_predicted_peak_of_groups_is_the_measured_one(monkeypatch):
     torch._dynamo.reset()
     in_groups(monkeypatch)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from dta_compile.errors import RuntimeContractError
-from dta_compile.executable.chunk import Part
+from dta_compile.executable.chunk import Part, first_backward
 from dta_compile.executable.executable import ChunkInput, Executable
 from dta_compile.executable.layers import MixerLayer, RecurrentLayer
 from dta_compile.executable.pieces import NO_CODES, Codes
@@ -397,6 +397,7 @@ def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
     joint, whole, layers = executable.joint, _bytes_of_part(call, executable.whole), call.context.layers
     kinds = {part.graphs: part for part in executable.parts}
     known = {graphs: _bytes_of_part(call, part) for graphs, part in kinds.items()}
+    first = first_backward(executable.parts)
     budget = default_budget(call.device, int(whole.sums)) if asked_for is None else asked_for
     by_stages = _by_stages(call, list(known.values()), rows) if mode == "transparent" and len(known) > 1 else None
     return Limits(
@@ -412,6 +413,7 @@ def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
                 readers=part.written,
                 reduced=layers.bytes_of_sums(call.parameters(part)) if layers else 0,
                 gathered=layers.bytes_of(number) if layers else (0, 0, 0),
+                goes_backward=number >= first,
             )
             for number, part in enumerate(executable.parts)
         ),

@@ -107,7 +107,9 @@ class BatchTokens:
         number = np.cumsum(kept) - 1
         valid = np.zeros_like(self.valid)
         valid.reshape(-1)[self.places[kept]] = True
-        begins = np.where(chosen, number[self.begins], 0) if len(own) else self.begins
+        begins = np.zeros_like(self.begins)
+        chosen_begins = chosen & (self.begins < len(number))  # empty sequences at the end begin behind all tokens
+        begins[chosen_begins] = number[self.begins[chosen_begins]]
         keys = [key if is_chosen else key[:0] for key, is_chosen in zip(self.keys, chosen, strict=True)]
         alike = None if self.alike is None else number[self.alike[kept]]
         return BatchTokens(valid, self.places[kept], self.segments, begins, keys, alike, self.units)

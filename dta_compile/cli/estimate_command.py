@@ -101,8 +101,10 @@ def _calibrated(path: str) -> CostModel:
 def _print(result: Estimate, default: Estimate | None, device: Device, console: Console) -> None:
     stats = result.plan.stats
     shared = f"C {stats.compression:.2f}, attention {stats.attention_compression:.2f}"
+    ranks, batches = result.ranks.count, result.batches
+    whose = f"largest batch of {ranks:,} ranks with {batches} each: " if ranks * batches > 1 else ""
     console.print(
-        f"{stats.sequences:,} sequences, {stats.tokens:,} tokens, {stats.tree_tokens:,} to run ({shared}), "
+        f"{whose}{stats.sequences:,} sequences, {stats.tokens:,} tokens, {stats.tree_tokens:,} to run ({shared}), "
         f"{result.head_rows:,} rows of the head",
         soft_wrap=True,
     )

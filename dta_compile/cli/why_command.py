@@ -23,7 +23,8 @@ def add_why(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_run)
     parser.description = (
         "Where sharing of prefixes is lost: differences after which sequences are alike again, by cause, with the text "
-        "around the first token that differs, and what would be gained without each cause."
+        "around the first token that differs, and what would be gained without each cause. Of token ids alone: images "
+        "and replayed routes split prefixes, too, which `dta plan` counts."
     )
     add_source(parser)
     parser.add_argument("--examples", type=whole(0), default=1, metavar="N", help="places shown of each cause, up to 3")
@@ -37,7 +38,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         write(arguments.json, json.dumps(as_json(losses), indent=1) + "\n")
     else:
-        _print(losses, recording.kind, arguments.examples, Console(highlight=False))
+        console = Console(highlight=False)
+        _print(losses, recording.kind, arguments.examples, console)
+        if any(sequence.images or sequence.routes is not None for sequence in recording.sequences):
+            console.print("images and routes are left out here: `dta plan` counts what they split", style="dim")
     return 0
 
 

@@ -237,7 +237,7 @@ def divergence(tree: PrefixTree) -> list[str]:
         pairs = Counter(map(tuple, tree.forks[differs[np.array(depths) == depth]].tolist()))
         (left, right), _ = pairs.most_common(1)[0]
         others = f" (and {len(pairs) - 1} more)" if len(pairs) > 1 else ""
-        tokens = f": {left} vs {right}{others}" if left != right else ""  # equal ids differ in other keys
+        tokens = f": {left} vs {right}{others}" if left != right else f": {left} in both, which differ in another key"
         lines.append(f"{count} of {neighbours} neighbours diverge at token {depth}{tokens}")
     decades = sorted(Counter(len(str(depth)) if depth else 0 for depth in depths).items())
     if decades:

@@ -73,6 +73,13 @@ def test_low_sharing_is_explained():
     assert "1 of 5 neighbours are a prefix of the next, or equal to it" in text
 
 
+def test_neighbours_diverge_at_token_ids_or_at_equal_ids_of_other_images():
+    equal = [[[0], [1], [0]]] * 2
+    assert "diverge at token 2: 30 vs 40" in str(plan([[10, 20, 30], [10, 20, 40]], routes=equal))
+    text = str(plan([[1, 2, 3, 4], [1, 2, 3, 5]], images=[[(1, 2, "a")], [(1, 2, "b")]]))
+    assert "1 of 1 neighbours diverge at token 1: 2 in both, which differ in another key" in text
+
+
 @pytest.mark.slow
 def test_screens_stay_small():
     generator = np.random.default_rng(0)

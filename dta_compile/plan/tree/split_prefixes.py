@@ -67,6 +67,20 @@ class SplitPrefixes:
         return combine(others, len(self.codes[names[0]]))
 
 
+def ids_at_forks(ids: IntArray, tree: PrefixTree, begins: IntArray) -> IntArray:
+    """Return the ids `[N, 2]` of neighbours where they fork, as `PrefixTree.forks` of a tree whose codes join all keys.
+
+    Args:
+        ids: `[P]` ids of all tokens.
+        begins: `[N]` index of the first token of each sequence in `ids`.
+    """
+    forks = np.zeros((len(tree.order), 2), np.int64)
+    neighbours = begins[np.stack([tree.order[:-1], tree.order[1:]], 1)]
+    if len(ids):  # else all is padding
+        forks[1:] = ids[np.minimum(neighbours + tree.common[1:, None], len(ids) - 1)]
+    return forks
+
+
 def with_keys(
     sequences: Iterable[Any] | PrefixTree, routes: Iterable[Any] | None, images: Images | None = None
 ) -> tuple[PrefixTree, SplitPrefixes | None]:
@@ -95,6 +109,7 @@ def with_keys(
         codes["routes"] = codes_of(np.concatenate(rows)) if rows else np.zeros_like(tokens)
     combined = combine(list(codes.values()), len(tokens))
     tree = PrefixTree.build(np.split(combined, begins[1:]) if ids else [])
+    tree.forks = ids_at_forks(tokens, tree, begins)
     return tree, None if routes is None else SplitPrefixes.of(tree, codes, begins, ["routes"])
 
 

@@ -31,7 +31,7 @@ from dta_compile.plan.schedule import Anchor, Backward, Forward
 from dta_compile.plan.simulate import by_group, simulate
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.prefix_tree import PrefixTree
-from dta_compile.plan.tree.split_prefixes import SplitPrefixes
+from dta_compile.plan.tree.split_prefixes import SplitPrefixes, ids_at_forks
 from dta_compile.proofs.mask_class import CERTAIN
 from dta_compile.runtime.calls.call import Call
 from dta_compile.runtime.calls.executor import BatchChunk, ChunkData, Executor
@@ -333,22 +333,13 @@ def _read(call: Call, wanted: Sequence[bool]) -> _Read:
     tokens = BatchTokens.read(masks.valid, masks.starts, trunk_keys, by_column, masks.joined)
     tree = PrefixTree.build(tokens.keys, units=tokens.units)
     if (ids := next((code for item, code in zip(keys, trunk_keys, strict=True) if _are_ids(item)), None)) is not None:
-        tree.forks = _at_forks(ids.reshape(-1)[tokens.places], tree, tokens.begins)
+        tree.forks = ids_at_forks(ids.reshape(-1)[tokens.places], tree, tokens.begins)
     rows = BatchRows.of(tokens, tree, head_keys, reads)
     return _Read(masks, tokens, rows, used, head_keys, _split(keys, trunk_keys, by_column, tokens, tree))
 
 
 def _are_ids(item: ChunkInput) -> bool:
     return item.is_input and item.indexes is not None
-
-
-def _at_forks(ids: Integers, tree: PrefixTree, begins: Integers) -> Integers:
-    """Return the ids `[N, 2]` of neighbours where they fork, as `PrefixTree.forks`, whose codes join all keys."""
-    forks = np.zeros((len(tree.order), 2), np.int64)
-    neighbours = begins[np.stack([tree.order[:-1], tree.order[1:]], 1)]
-    if len(ids):  # else all is padding
-        forks[1:] = ids[np.minimum(neighbours + tree.common[1:, None], len(ids) - 1)]
-    return forks
 
 
 def _notes(call: Call, tokens: BatchTokens, plan: Plan) -> list[str]:

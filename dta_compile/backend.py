@@ -34,8 +34,9 @@ from dta_compile.ops.library import refused_calls
 from dta_compile.options import Options
 from dta_compile.passes import GraphWithoutAttention, Program, run_passes
 from dta_compile.passes.contracts import ContractError
+from dta_compile.passes.graphs.source_lines import where
 from dta_compile.passes.lowering.one_length import symbol_of_length
-from dta_compile.passes.program import AmbiguousAxes, where
+from dta_compile.passes.program import AmbiguousAxes
 from dta_compile.passes.symbols import expression, selects_rows
 from dta_compile.passes.to_executable.seal import seal
 from dta_compile.program_cache.cache import FOUND, analysed

@@ -26,7 +26,7 @@ from dta_compile.ops.attention import ATTENTION_MIXER
 from dta_compile.ops.causal_attention import attention_tokens_first
 from dta_compile.ops.mixer import TOKENS, Mixer
 from dta_compile.passes.graphs.regions import rewritten
-from dta_compile.passes.program import where
+from dta_compile.passes.graphs.source_lines import where
 from dta_compile.passes.symbols import expression
 
 FUNCTIONS = {  # by the module that defines them: flash-attn 2, flash-attn 3, torch

@@ -16,7 +16,8 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.graphs.regions import rewritten
-from dta_compile.passes.program import output_node, where, with_writes, writes_of
+from dta_compile.passes.graphs.source_lines import where
+from dta_compile.passes.program import output_node, with_writes, writes_of
 from dta_compile.torch_compat.autograd import predispatch
 
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention

@@ -22,7 +22,8 @@ from dta_compile.capture.tensor_parallel import is_distributed
 from dta_compile.errors import RefusalError, RuntimeContractError
 from dta_compile.executable.as_captured import TAG_ACTIVATION_CHECKPOINT
 from dta_compile.integrations.fully_shard import running
-from dta_compile.passes.program import all_nodes, memory, name_of, where
+from dta_compile.passes.graphs.source_lines import where
+from dta_compile.passes.program import all_nodes, memory, name_of
 from dta_compile.torch_compat.autograd import read_data
 
 # Methods f with f(f(x)) = f(x) bit by bit, whatever numbers they are given.

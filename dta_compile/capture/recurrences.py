@@ -28,7 +28,7 @@ from dta_compile.integrations.tracing import in_our_graphs
 from dta_compile.ops.causal_attention import segments_by_ends
 from dta_compile.ops.dtypes import autocast
 from dta_compile.ops.library import define
-from dta_compile.passes.program import where
+from dta_compile.passes.graphs.source_lines import where
 
 Arguments = dict[str, Any]  # arguments of a call, by name
 

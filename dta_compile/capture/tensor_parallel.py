@@ -26,7 +26,7 @@ from torch import fx, nn
 
 from dta_compile.errors import RefusalError
 from dta_compile.ops import collectives
-from dta_compile.passes.program import where
+from dta_compile.passes.graphs.source_lines import where
 from dta_compile.torch_compat.tensors import DTensor
 
 # Operators that Dynamo captures for `dist.all_reduce`; their namespace is private to torch.

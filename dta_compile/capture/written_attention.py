@@ -17,7 +17,8 @@ from torch import fx
 
 from dta_compile.capture.dynamo import is_data, is_weight
 from dta_compile.errors import RefusalError
-from dta_compile.passes.program import name_of, where
+from dta_compile.passes.graphs.source_lines import where
+from dta_compile.passes.program import name_of
 from dta_compile.passes.symbols import expression
 
 SOFTMAX = ("softmax", "_softmax", "softmax_")

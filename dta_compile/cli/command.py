@@ -217,6 +217,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _thumbnails(sequences: list[Recorded], folder: Path) -> dict[int | str, Path]:
     """Return the files in a folder that have the names of images; a name cannot leave the folder."""
+    if not folder.is_dir():
+        raise OptionError("no folder of thumbnails", got=visible(str(folder)))
     names = {image for sequence in sequences for *_, image in sequence.images}
     files = {name: (folder / str(name)).resolve() for name in names if "\0" not in str(name)}
     return {name: file for name, file in files.items() if file.is_relative_to(folder) and file.is_file()}

@@ -72,6 +72,8 @@ def _run(arguments: argparse.Namespace) -> int:
     ranks = Ranks(arguments.ranks, arguments.shard, arguments.optimizer)
     batches = read_source(arguments.file, read_options(arguments), arguments.leaf_only).batches
     sequences = max(batches, key=lambda batch: sum(map(len, batch)), default=[])  # the largest file of a folder
+    if not any(map(len, sequences)):
+        raise OptionError("no sequences to estimate", where=arguments.file)
     cost = None if arguments.calibration is None else _calibrated(arguments.calibration)
     shape = model_shape(arguments.config)
     result, default = estimate(sequences, shape, device, options, cost, ranks), None

@@ -539,6 +539,8 @@ def model_shape(config: str) -> ModelShape:
 
 def _check(config: dict[str, Any]) -> None:
     """Raise ValueError for a size out of range, also in nested configurations: building such a model may take hours."""
+    if not isinstance(config, dict):
+        raise ValueError("the file holds no JSON object")
     for key, value in config.items():
         if key in SIZES and value is not None:
             low, high = SIZES[key]

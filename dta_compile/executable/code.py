@@ -2,7 +2,8 @@
 
 A call of `torch.ops.aten.mul.Tensor` looks up four names, enters a Python frame, and boxes its arguments by the
 operator's schema; `torch.mul` reaches the same operator through a generated argument parser in about half of the host
-time. A chunk calls a thousand operators, so slow calls would leave the GPU waiting for the host.
+time. The graph of a chunk (a few thousand tokens) calls a thousand operators, so slow calls would leave the GPU waiting
+for the host.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _CALL = re.compile(r"\btorch\.ops\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)\.([A-Za-z_]\w*
 _VIEW = re.compile(r"\btorch\.ops\.aten\.view\.default\((\w+), \[([\w, -]+)\]\)")
 _numbers = itertools.count()
 
-# Overloads whose binding has their name, and takes the same positional and keyword arguments.
+# Overloads whose Python function (or method) has their name, and takes the same positional and keyword arguments.
 FUNCTIONS = (
     aten.add.Tensor, aten.bmm.default, aten.cat.default, aten.div.Tensor, aten.embedding.default, aten.exp.default,
     aten.index_select.default, aten.mean.dim, aten.mm.default, aten.mul.Scalar, aten.mul.Tensor, aten.neg.default,
@@ -86,7 +87,7 @@ class Code:
 
     @classmethod
     def of(cls, module: fx.GraphModule, boxed: bool = False) -> Code:
-        """Generate the code of a module's graph; hooks of the module do not run.
+        """Generate the code of a module's graph, without hooks of its submodules.
 
         Args:
             boxed: the function takes a list and empties it, so that arguments are freed after their last use.
@@ -111,8 +112,9 @@ class Code:
             names[bound] = BINDINGS.get(target, target)
             return f"{bound}("
 
-        # Separate sizes are parsed faster than a list. Elementwise operators may choose other strides than in the
-        # trace, so that `reshape` has to copy; what is written in place has no other alias that is read later.
+        # `view` becomes `reshape`: an elementwise operator may return other strides than were traced, for which no view
+        # exists. The copy changes nothing: what is written in place has no other alias that is read later. Separate
+        # sizes are parsed faster than a list.
         source = _CALL.sub(name, _VIEW.sub(r"\1.reshape(\2)", self.text))
         file = f"<dta graph {next(_numbers)}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
@@ -137,7 +139,7 @@ class Input:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Text of a function from sizes, then tensors, to a tuple of new tensors; equal sources are the same function.
+    """Text of a function from sizes, then tensors, to a tuple of new tensors. Equal sources are compiled once.
 
     Attributes:
         text: source of a function `forward(self, size_0, ..., input_0, ...)`.

@@ -86,6 +86,8 @@ class AttentionLayer(MixerLayer):
         chooser: index of the layer that chose the keys it reads; None: it reads all that its mask allows.
         block: adjacent keys that are chosen together.
         forced: scores over "query" and "block" that replace those of the index, NaN elsewhere; None: there are none.
+        has_bias_of_earlier_keys: a bias by distance, among the features of queries and keys, is right for keys that are
+            no later than the query.
     """
 
     mask: MaskProgram | None
@@ -93,6 +95,7 @@ class AttentionLayer(MixerLayer):
     chooser: int | None = None
     block: int = 1
     forced: Term | None = None
+    has_bias_of_earlier_keys: bool = False
 
     @property
     def leaves(self) -> frozenset[Leaf]:

@@ -12,11 +12,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import nn
 
-FLAG = "gradient_checkpointing"
+FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"  # the flag says whether the function is used
 HOOK = "make_inputs_require_grad"  # prefix of hooks that make embeddings require a gradient, for checkpoints
 COMPOSABLE = "torch.distributed._composable.checkpoint_activation"  # its hooks are checkpoints
 
@@ -24,11 +24,11 @@ COMPOSABLE = "torch.distributed._composable.checkpoint_activation"  # its hooks 
 class _OfThread(threading.local):
     """For each running call of a compiled callable in this thread, innermost last, what it hides.
 
-    These are modules with flags, and whether it hides checkpoints that are hooks.
+    These are modules with the values of their flags, and whether it hides checkpoints that are hooks.
     """
 
     def __init__(self) -> None:
-        self.hidden: list[tuple[list[nn.Module], bool]] = []
+        self.hidden: list[tuple[Mapping[nn.Module, object], bool]] = []
 
 
 _of_thread = _OfThread()
@@ -42,10 +42,10 @@ def is_hidden() -> bool:
 @contextlib.contextmanager
 def shown(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restore hidden flags of modules that run as they are inside of a call, such as encoders of images."""
-    hidden = {module for of_call, _ in _of_thread.hidden for module in of_call}
+    hidden = {module: value for of_call, _ in _of_thread.hidden for module, value in of_call.items()}
     flagged = [part for module in modules for part in module.modules() if part in hidden]
     for part in flagged:
-        part.__dict__[FLAG] = True
+        part.__dict__[FLAG] = hidden[part]
     try:
         yield
     finally:
@@ -75,7 +75,7 @@ class CheckpointFlags:
         return len(self._modules) > known
 
     def __call__(self) -> Callable[[], None]:
-        flagged = [module for module in self._modules if module.__dict__.get(FLAG)]
+        flagged = {part: value for part in self._modules if (value := part.__dict__.get(FLAG)) and _has_function(part)}
         hooks = [hooks for module in self._modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
         before = [(of_module, dict(of_module)) for of_module in hooks if any(map(_is_hidden, of_module.values()))]
         for module in flagged:
@@ -89,8 +89,8 @@ class CheckpointFlags:
 
         def leave() -> None:
             _of_thread.hidden.pop()
-            for module in flagged:
-                module.__dict__[FLAG] = True
+            for module, value in flagged.items():
+                module.__dict__[FLAG] = value
             for of_module, all_hooks in before:
                 added = {key: hook for key, hook in of_module.items() if key not in all_hooks}
                 of_module.clear()
@@ -99,8 +99,15 @@ class CheckpointFlags:
         return leave
 
 
+def _has_function(module: nn.Module) -> bool:
+    """Return whether the flag of a module is transformers': one of the user's own may mean anything."""
+    return getattr(module, FUNCTION, None) is not None
+
+
 def _is_hidden(hook: object) -> bool:
-    return getattr(hook, "__name__", "").startswith(HOOK) or _is_checkpoint(hook)
+    names = getattr(getattr(hook, "__code__", None), "co_names", None)
+    only_requires_gradient = names == ("requires_grad_",) and getattr(hook, "__name__", "").startswith(HOOK)
+    return only_requires_gradient or _is_checkpoint(hook)
 
 
 def _is_checkpoint(hook: object) -> bool:

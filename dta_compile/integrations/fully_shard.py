@@ -206,11 +206,8 @@ def bytes_of_parameters(group: Any) -> int:
 def bytes_of_gradients(group: Any) -> int:
     """Return the bytes of a group's whole gradients in the dtype that they are reduced in."""
     trained = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
-    sizes = [_own(parameter._unsharded_param) for parameter in trained]
-    return sum(
-        own.numel() * (parameter.reduce_dtype or own.dtype).itemsize
-        for parameter, own in zip(trained, sizes, strict=True)
-    )
+    sizes = ((_own(parameter._unsharded_param), parameter.reduce_dtype) for parameter in trained)
+    return sum(own.numel() * (dtype or own.dtype).itemsize for own, dtype in sizes)
 
 
 def _bytes(tensor: torch.Tensor | None) -> int:

@@ -122,7 +122,7 @@ class LayerGroups:
                         getattr(group.comm_ctx, "reduce_scatter_states", []).clear()
 
     @contextlib.contextmanager
-    def in_between(self) -> Iterator[None]:
+    def without_parameter_hooks(self) -> Iterator[None]:
         """Reduce a share of the gradients: hooks of sharded parameters run after the last reduction alone."""
         parameters = [parameter.sharded_param for group in groups_of(self.modules) for parameter in group.fsdp_params]
         hooks = [parameter._post_accumulate_grad_hooks for parameter in parameters]

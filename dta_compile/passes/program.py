@@ -1,6 +1,6 @@
 """`Program`, the data that passes read and write: a captured call between Dynamo's graph and its `Executable`.
 
-Also the few questions about nodes that every pass asks: `ancestors`, `has_tensor`, `where`.
+Also the few questions about nodes that every pass asks: `ancestors`, `has_tensor`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import inspect
 import operator
-import pathlib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
@@ -30,8 +29,6 @@ from dta_compile.torch_compat.autograd import get_unwrapped, is_functorch_wrappe
 from dta_compile.torch_compat.operators import OpOverload
 from dta_compile.torch_compat.tensors import tree_leaves
 
-TORCH_FOLDER = str(pathlib.Path(torch.__file__).parent)
-OUR_FOLDER = str(pathlib.Path(__file__).parents[1])
 ASSIGNED = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 IN_PLACE = {"setitem", *(f"i{name}" for name in ASSIGNED)}  # functions of `operator` that write to their first argument
 
@@ -323,26 +320,3 @@ def ancestors(nodes: Iterable[fx.Node], stop: Callable[[fx.Node], bool] | None =
             reached.update(new)
             pending += new
     return reached
-
-
-def where(node: fx.Node) -> str:
-    """Return the user's source line of a node: the innermost recorded frame outside torch and this package.
-
-    An input has no line, but a name.
-    """
-    trace = node.meta.get("stack_trace") or ""
-    lines = [line.strip() for line in trace.splitlines() if line.strip() and not set(line.strip()) <= set("^~ ")]
-    frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
-    if not frames:
-        return f"input {node.meta['source']}" if "source" in node.meta else f"node {node.name}"
-    own = [i for i in frames if TORCH_FOLDER not in lines[i]] or frames
-    own = [i for i in own if OUR_FOLDER not in lines[i]] or own
-    return " | ".join(lines[own[-1] : own[-1] + 2])
-
-
-def where_now() -> str:
-    """Return the user's source line of the node that is being traced."""
-    meta = fx.traceback.get_current_meta()
-    probe = fx.Graph().placeholder("traced")
-    probe.meta = dict(meta)
-    return where(probe)

@@ -141,8 +141,8 @@ class Plan:
             tokenizer: decodes tokens to text: anything with `decode(list[int]) -> str`, such as a tokenizer of
                 transformers or a `tokenizers.Tokenizer`.
             rewards: a number for every sequence, to colour by.
-            loss_masks: for every sequence the tokens that are trained on, to colour by: a boolean mask `[n]`, or
-                half-open ranges `(start, stop)` such as `Rollout.spans`.
+            loss_masks: for every sequence the tokens that are trained on, to colour by: a mask `[n]` of booleans or of
+                zeros and ones, or half-open ranges `(start, stop)` such as `Rollout.spans`.
             names: name of every sequence; by default s0, s1, ...
             images: for every sequence, `(start, stop, image)` of the tokens of each image, as in `plan`; with a
                 tokenizer, each is shown as one unit. By default `self.images`.

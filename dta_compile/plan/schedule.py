@@ -269,6 +269,8 @@ class Schedule:
         Raises:
             ScheduleError: bad syntax; names the line, what was expected and what was found.
         """
+        if not isinstance(text, str):
+            raise ScheduleError("a schedule is text", expected="a string", got=type(text).__name__)
         lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
         number, header = lines[0] if lines else (1, "")
         match = _HEADER_PATTERN.fullmatch(header)

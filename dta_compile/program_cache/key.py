@@ -31,8 +31,8 @@ from torch import fx
 from dta_compile.ops.triton_use import has_triton, is_interpreted
 from dta_compile.passes import Program
 from dta_compile.passes.axes.tokenwise_operators import REGISTERED
+from dta_compile.passes.graphs.source_lines import OUR_FOLDER, TORCH_FOLDER
 from dta_compile.passes.lowering.repeated_calls import PLAIN
-from dta_compile.passes.program import OUR_FOLDER, TORCH_FOLDER
 from dta_compile.passes.symbols import SYMBOLIC
 from dta_compile.program_cache.size_guards import known_of_sizes, shape_env_of
 from dta_compile.torch_compat.operators import (

@@ -45,7 +45,7 @@ def merged(numbers: Sequence[tuple[Any, z3.BoolRef]]) -> Cases:
     return Cases(tuple((distinct[key], z3.simplify(z3.Or(*each))) for key, each in guards.items()))
 
 
-def is_number(value: Any) -> bool:
+def is_formula(value: Any) -> bool:
     """Return whether a value is an arithmetic formula."""
     return isinstance(value, z3.ArithRef)
 

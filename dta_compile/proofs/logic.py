@@ -1,7 +1,8 @@
-"""Translate operators to integer arithmetic for z3, given the values of their operands (`formulas`).
+"""Translate operators to integer arithmetic for z3; `Formulas` supplies the values of their operands.
 
 The translation is exact: operators without a rule, and arithmetic that its dtype might round or wrap, are not
-translated. If such a term depends on a single token, it becomes an uninterpreted function of that token (`Atom`).
+translated. If an untranslated term depends on a single token, it becomes an uninterpreted function of that token
+(`Atom`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dta_compile.proofs.cases import (
     exact_int,
     formula,
     held_by,
-    is_number,
+    is_formula,
     merged,
     values_of,
     within,
@@ -51,7 +52,8 @@ class Logic(Formulas):
     def _applied(self, term: Apply) -> Value:
         name = term.name
         if term.op is RANKED:
-            self._biased |= {term} & {term for arg in term.operands if self._is_biased(arg)}
+            if any(map(self._is_biased, term.operands)):
+                self._biased.add(term)
             return self.value(term.args[0])
         if name in SELECTIONS:
             condition, value, other = term.args if name == "where" else (term.args[1], term.args[2], term.args[0])
@@ -64,12 +66,12 @@ class Logic(Formulas):
         if name == "_to_copy" and term.dtype is torch.bool:
             return self.boolean(term.args[0])
         operands = [self._operand(arg) for arg in term.args]
-        if not any(is_number(value) for value in operands):
+        if not any(is_formula(value) for value in operands):
             return self._by_cases(term, operands, self._folded)
-        few = [self._formula_in_dtype(term, arg, value) for arg, value in zip(term.args, operands, strict=True)]
-        if not any(is_number(value) for value in few):
-            return self._by_cases(term, few, self._folded)
-        return self._by_cases(term, [self._cases_in_dtype(term, value) for value in few], self._of_integers)
+        converted = [self._formula_in_dtype(term, arg, value) for arg, value in zip(term.args, operands, strict=True)]
+        if not any(is_formula(value) for value in converted):
+            return self._by_cases(term, converted, self._folded)
+        return self._by_cases(term, [self._cases_in_dtype(term, value) for value in converted], self._of_integers)
 
     def _operand(self, arg: Any) -> Any:
         if isinstance(arg, Term):
@@ -84,7 +86,7 @@ class Logic(Formulas):
         )
         if term.dtype is torch.bool:
             return z3.If(condition, boolean(one), boolean(other))
-        if is_number(one) or is_number(other):
+        if is_formula(one) or is_formula(other):
             return z3.If(condition, *(as_integer(value, term) for value in (one, other)))
         both = ((cases(one), condition), (cases(other), z3.Not(condition)))
         return merged([(number, z3.And(guard, side)) for one, side in both for number, guard in one.numbers])
@@ -96,7 +98,7 @@ class Logic(Formulas):
         """Convert an operand's formula to the operator's working dtype; raise `Untranslatable` if that may round or
         wrap."""
         dtype = _working_dtype(term)
-        if not is_number(value):
+        if not is_formula(value):
             return value
         if z3.is_real(value):
             if dtype.is_floating_point and torch.promote_types(arg.dtype, dtype) != dtype:
@@ -108,7 +110,7 @@ class Logic(Formulas):
             return value
         if not (isinstance(arg, Term) and dtype.is_floating_point and self._is_of_one_token(arg)):
             raise _narrow(term, dtype)
-        return self._binary(arg, value)
+        return self._assume_binary(arg, value)
 
     def _cases_in_dtype(self, term: Apply, value: Any) -> Any:
         """Convert an operand's `Cases` to the operator's working dtype."""
@@ -119,7 +121,7 @@ class Logic(Formulas):
         for number, guard in value.numbers:
             if dtype.is_floating_point:
                 held = torch.tensor(number, dtype=dtype).item()
-                # Arithmetic may use a number as given or rounded to the dtype.
+                # Torch may compute with a Python number as given, or round it to the dtype first.
                 is_same = held == number or number != number or term.name in (*COMPARISONS, *SELECTIONS)
             else:
                 held, low, high = number, *values_of(dtype)
@@ -129,8 +131,8 @@ class Logic(Formulas):
             numbers.append((held, guard))
         return Cases(tuple(numbers))
 
-    def _binary(self, term: Term, value: z3.ArithRef) -> Cases:
-        """Assume that an integer of a token is zero or one."""
+    def _assume_binary(self, term: Term, value: z3.ArithRef) -> Cases:
+        """Assume that an integer input, read at one token, is zero or one."""
         token = next(iter(term.indices - {"row"}), None)
         self._assume("binary", term if token is None else self.terms.with_index(term, token, "key"))
         for name in ("query", "key") if token in ("query", "key") else ():
@@ -182,7 +184,7 @@ class Logic(Formulas):
         if any(is_undefined(term.op, number, term.dtype) for number in numbers):
             raise Untranslatable(term, "a cast beyond its dtype")
         result = self._computed(term, numbers)
-        # The sign of a zero is unknown, so the result must not depend on it.
+        # Integers of z3 have one zero, so the result must not depend on the sign of one.
         negated = [_with_other_sign(arg, number) for arg, number in zip(term.args, numbers, strict=True)]
         other = self._computed(term, negated) if repr(negated) != repr(numbers) else result
         if result != other and not (result != result and other != other):
@@ -213,13 +215,13 @@ class Logic(Formulas):
         self._biased.add(term)
         others = [number for arg, number in zip(term.args, numbers, strict=True) if not self._is_biased(arg)]
         bounds = [number for number in (*others, *dict(term.kwargs).values()) if isinstance(number, (int, float))]
-        lowers, limits = ("add", "minimum", "_to_copy"), ("clamp", "clamp_min", "maximum")
-        most = 0.0 if term.name in lowers else FORBIDDEN
-        if term.name not in (*lowers, *limits) or any(number > most for number in bounds):
+        lowering, limiting = ("add", "minimum", "_to_copy"), ("clamp", "clamp_min", "maximum")
+        most = 0.0 if term.name in lowering else FORBIDDEN
+        if term.name not in (*lowering, *limiting) or any(number > most for number in bounds):
             raise Untranslatable(term, "of a bias")
 
     def _of_integers(self, term: Apply, args: list[Any]) -> Any:
-        """Apply an operator to integers, some of which are formulas."""
+        """Apply an operator to numbers, some of which are formulas."""
         if term.name in COMPARISONS:
             return compared(term.name, *args)
         result = arithmetic(term, args, self.proves)

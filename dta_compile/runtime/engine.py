@@ -41,7 +41,7 @@ from dta_compile.runtime.measure.calibration import Calibration, of_whole_chunks
 from dta_compile.runtime.measure.profiler import trace_artifact
 from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.one_tree.call import GroupRanks, PieceCall, over_ranks
-from dta_compile.runtime.owned_frontier import frontier_of_ranks
+from dta_compile.runtime.owned_frontier import owned_frontier
 from dta_compile.runtime.returned_cache import ReturnedCache
 from dta_compile.runtime.transparent import dense_frontier, no_autocast
 from dta_compile.runtime.upstream_values import noticing_gradients
@@ -392,7 +392,7 @@ def _of_own_tree(options: Options, sweep: str) -> Options:
 def _dense_values(call: PlannedCall) -> list[torch.Tensor | None]:
     """Run the forward of a call; return its dense frontier values."""
     if isinstance(call, PieceCall):
-        return frontier_of_ranks(call)
+        return owned_frontier(call)
     return frontier_of_groups(call) if call.groups else dense_frontier(call)
 
 

@@ -79,7 +79,7 @@ class GroupSweep:
             if group is None:
                 group = GroupRun(call)
                 group.forward()
-            with contextlib.nullcontext() if self.layers is None else self.layers.in_between():
+            with contextlib.nullcontext() if self.layers is None else self.layers.without_parameter_hooks():
                 for number in reversed(range(self.first, len(call.parts))):
                     self._add(group, number)
                 if self.layers is not None:
@@ -202,7 +202,7 @@ class PartFunction(torch.autograd.Function):
     @torch.compiler.disable  # else Dynamo would trace it in a compiled function that calls backward()
     def backward(ctx: Any, link: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the link's and the parameters' gradients."""
-        return (None, None, torch.zeros(1), *ctx.sweep.backward(ctx.number, unchanged(ctx)))
+        return (None, None, torch.zeros(1, device="cpu"), *ctx.sweep.backward(ctx.number, unchanged(ctx)))
 
     jvp = TreeFunction.jvp
 
@@ -215,7 +215,8 @@ class OutputsFunction(torch.autograd.Function):
         """Run the forward of all groups; return the frontier values (None for those not wanted)."""
         outputs, frontier = sweep.outputs(), sweep.call.executable.frontier
         ctx.sweep = sweep
-        save(ctx, (), sweep.call.reread())
+        parameters = [p for part in sweep.call.parts for p in sweep.call.parameters(part)]
+        save(ctx, (), sweep.call.reread(), parameters)  # the backward runs all parts forward again
         ctx.set_materialize_grads(False)
         pairs = zip(frontier, outputs, strict=True)
         ctx.mark_non_differentiable(*(out for value, out in pairs if out is not None and not value.differentiable))
@@ -228,6 +229,6 @@ class OutputsFunction(torch.autograd.Function):
         check_gradients(grads)
         unchanged(ctx)
         ctx.sweep.begin_backward(grads)
-        return None, torch.zeros(1)
+        return None, torch.zeros(1, device="cpu")
 
     jvp = TreeFunction.jvp

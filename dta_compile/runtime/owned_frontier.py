@@ -1,4 +1,7 @@
-"""Frontier values of a call over one tree: the forward of its parts, then the way to the ranks that own the tokens."""
+"""Frontier values (results of the chunks that the epilogue reads) of a call over one tree that several ranks divide.
+
+Chunks compute them on the ranks that run these; then they are sent to the ranks whose batch has the tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from dta_compile.runtime.one_tree.frontier import OwnedRows
 from dta_compile.runtime.transparent import TreeFunction, check_gradients, dense_frontier, gradient_of_cache
 
 
-def frontier_of_ranks(call: PieceCall) -> list[torch.Tensor | None]:
+def owned_frontier(call: PieceCall) -> list[torch.Tensor | None]:
     """Run the forward of all parts; return this rank's dense frontier values, with autograd history (None: not wanted).
 
-    A collective of all ranks.
+    All ranks have to call this together.
     """
     computed = dense_frontier(call)
     wanted = [number for number, rows in enumerate(computed) if rows is not None]
@@ -39,7 +42,7 @@ class FrontierFunction(torch.autograd.Function):
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Send gradients to the ranks that computed the rows. A value with a gradient on one rank has one on all."""
+        """Send gradients to the ranks that computed the rows: zeros, if other ranks alone have gradients."""
         check_gradients(grads)
         owned: OwnedRows = ctx.owned
         for number, grad in zip(owned.wanted, grads, strict=True):

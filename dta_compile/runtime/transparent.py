@@ -266,6 +266,12 @@ class Stretch:
         """Return the number of these tensors."""
         return self._saved.get(run.number, 0) * len(run.chunks)
 
+    def parameters_before(self, run: TreeRun) -> list[torch.Tensor]:
+        """Return the parameters of earlier parts, which the node of a part may run forward again."""
+        if run.number not in self._saved:
+            return []
+        return [p for before in self.runs if before is not run for p in run.call.parameters(before.part)]
+
     def received(self, run: TreeRun, saved: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return what a part receives, for its backward, from what its node has saved."""
         chunks = len(run.chunks)
@@ -320,7 +326,8 @@ class TreeFunction(torch.autograd.Function):
         outputs = run.forward(received)
         ctx.run = run
         kept = received if run.stretch is None else run.stretch.to_save(run, any(ctx.needs_input_grad))
-        save(ctx, kept, (*parameters, *run.call.reread()))
+        of_earlier = [] if run.stretch is None else run.stretch.parameters_before(run)
+        save(ctx, kept, (*parameters, *run.call.reread()), of_earlier)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(out for i, out in enumerate(outputs) if out is not None and not run.is_differentiable(i))
@@ -340,7 +347,7 @@ class TreeFunction(torch.autograd.Function):
         saved, kept = unchanged(ctx), run.received if run.stretch is None else run.stretch.saved(run)
         parameters = saved[kept : kept + len(run.call.parameters(run.part))]
         gradients = run.backward(grads, saved[:kept], parameters)
-        return (None, torch.zeros(1) if run.call.by_stages else None, *gradients)
+        return (None, torch.zeros(1, device="cpu") if run.call.by_stages else None, *gradients)
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> NoReturn:
@@ -371,10 +378,18 @@ def check_gradients(grads: Sequence[torch.Tensor | None]) -> None:
         )
 
 
-def save(ctx: Any, computed: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
-    """Save computed tensors and tensors of the user's for the backward, for `unchanged`."""
+def save(
+    ctx: Any, computed: Sequence[torch.Tensor], given: Sequence[torch.Tensor], read: Sequence[torch.Tensor] = ()
+) -> None:
+    """Save computed tensors and tensors of the user's for the backward, for `unchanged`.
+
+    Args:
+        read: further tensors that the backward reads where they are. FSDP2 may have freed their memory by now, so that
+            hooks on saved tensors must not get them.
+    """
     ctx.save_for_backward(*computed, *given)
-    ctx.memory = [(tensor, tensor.untyped_storage()) for tensor in given if tensor.is_leaf]
+    watched = (*(tensor for tensor in given if tensor.is_leaf), *read)
+    ctx.memory = [(t, t.untyped_storage(), t._version) for t in watched if not t.is_inference()]
 
 
 def unchanged(ctx: Any) -> tuple[torch.Tensor, ...]:
@@ -385,8 +400,10 @@ def unchanged(ctx: Any) -> tuple[torch.Tensor, ...]:
         if "modified by an inplace operation" not in str(error):
             raise
         raise _changed(str(error).split(" Hint:")[0]) from error
-    for tensor, memory in ctx.memory:  # FSDP2 frees and fills the memory of parameters, but never exchanges it
-        if tensor.untyped_storage()._cdata != memory._cdata:
+    for tensor, memory, version in ctx.memory:
+        if tensor._version != version:  # under `saved_tensors_hooks` torch does not compare them
+            raise _changed(f"a tensor {list(tensor.shape)} is at version {tensor._version}; expected version {version}")
+        if tensor.untyped_storage()._cdata != memory._cdata:  # FSDP2 frees and fills memory, but never exchanges it
             raise _changed(f"other memory of a tensor {list(tensor.shape)}: its `.data` was set")
     return saved
 

@@ -1,4 +1,6 @@
-"""The only place that touches private parts of torch: everything else imports them from the modules in here.
+"""The only place that imports private parts of torch: everything else imports them from the modules in here.
+
+Attributes of FSDP2's states and parameter groups are read in `integrations/fully_shard*.py`.
 
 Importing it imports these modules: a torch that lacks a part gets a `MissingTorchPartError`, which names all that is
 missing, and what it was needed for. `regions` is what we can do without; `inductor` and `compiler` are imported where
@@ -53,7 +55,7 @@ def wrap_once(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
 def as_wrapper(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
     """Make a wrapper for `wrap_once` of a function that is given the original, then the arguments of a call.
 
-    A call takes a frame more than that of a wrapper written out, as those are that call themselves again and again.
+    Each call takes a Python frame more than with a wrapper that is written out, which recursive functions have.
     """
 
     @functools.wraps(replacement)

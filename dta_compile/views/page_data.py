@@ -241,8 +241,8 @@ def _device(name: str, memory: float, peak: float, running: Column) -> dict[str,
 def _spans(sequence: int, mask: Any, length: int) -> list[tuple[int, int]]:
     """Convert a loss mask, or ranges, to half-open ranges of positions."""
     array = np.asarray(mask.detach().cpu().numpy() if hasattr(mask, "detach") else mask)
-    if array.ndim == 1 and array.dtype == np.bool_ and len(array) == length:
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], array, [False]])))
+    if array.ndim == 1 and len(array) == length and array.dtype.kind in "biuf" and np.isin(array, (0, 1)).all():
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], array != 0, [False]])))
         return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
     if array.size == 0 and not (array.dtype == np.bool_ and length):
         return []
@@ -253,7 +253,7 @@ def _spans(sequence: int, mask: Any, length: int) -> list[tuple[int, int]]:
     raise PlanError(
         "a loss mask does not fit its sequence",
         where=f"sequence {sequence}",
-        expected=f"{length} booleans, or ranges (start, stop) within [0:{length}]",
+        expected=f"{length} booleans (or zeros and ones), or ranges (start, stop) within [0:{length}]",
         got=f"shape {array.shape} of {array.dtype}" if array.size > 8 or array.ndim != 2 else str(array.tolist()),
     )
 

@@ -460,6 +460,25 @@ def test_gradient_checkpointing_that_comes_and_goes_compiles_nothing_anew():
     assert engines(model) == 1
 
 
+def test_flags_and_hooks_of_the_users_own_are_not_taken_for_gradient_checkpointing():
+    class Flagged(TinyLM):
+        gradient_checkpointing = 0
+
+        def forward(self, ids):
+            return super().forward(ids) * (1 + self.gradient_checkpointing)
+
+    def make_inputs_require_grad_and_scale(module, args, output):
+        return output * 2
+
+    model = Flagged(layers=1)
+    compiled = dta(model)
+    model.gradient_checkpointing = 2
+    check(model, compiled, model, shared_ids())
+    assert model.gradient_checkpointing == 2
+    model.embedding.register_forward_hook(make_inputs_require_grad_and_scale)
+    check(model, compiled, model, shared_ids())
+
+
 @pytest.mark.parametrize("duck_shapes", [True, False])
 def test_nothing_leaks_into_other_compilations(model, duck_shapes):
     """Telling B = S apart needs a setting that all of torch shares."""

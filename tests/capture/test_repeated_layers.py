@@ -180,6 +180,28 @@ def test_a_later_change_of_one_copy_is_seen():
         assert_same(net, compiled, x)
 
 
+class Gated(Block):
+    """Layers of which nothing but the metadata of a parameter is read."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.gate = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return super().forward(x) * (2 if self.gate.requires_grad else 3) * len(self.gate)
+
+
+def test_a_later_change_of_what_one_copy_reads_of_a_parameter_is_seen():
+    net, x = Net(), torch.randn(5, 8, dtype=torch.float64)
+    net.blocks = nn.ModuleList(Gated(net.config) for _ in range(4))
+    compiled = torch.compile(net.double(), backend="dta")
+    assert_same(net, compiled, x)
+    net.blocks[2].gate.requires_grad_(False)
+    assert_same(net, compiled, x)
+    net.blocks[3].gate = nn.Parameter(torch.ones(5).double())
+    assert_same(net, compiled, x)
+
+
 def test_floats_of_modules_are_constants_until_they_change():
     net, x = Net(6).double(), torch.randn(5, 8, dtype=torch.float64)
     compiled = torch.compile(net, backend="dta", dynamic=True)

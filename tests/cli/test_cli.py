@@ -109,6 +109,8 @@ def test_html_is_a_page_of_the_plan(lines, tmp_path, capsys):
     assert page.facts["stats"]["tree_tokens"] == plan(SEQUENCES).stats.tree_tokens
     assert main(["plan", lines, "--html", "-"]) == 2
     assert "name of a file" in capsys.readouterr().err
+    assert main(["plan", lines, "--html", str(out), "--thumbnails", str(tmp_path / "missing")]) == 2
+    assert "no folder of thumbnails" in capsys.readouterr().err
     assert main(["plan", lines, "--html", str(tmp_path / "missing" / "plan.html")]) == 2
     assert str(tmp_path / "missing" / "plan.html") in capsys.readouterr().err
 

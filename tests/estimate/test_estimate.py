@@ -148,6 +148,22 @@ def test_what_cannot_be_used_is_named(arguments, part, config, capsys):
     assert part in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("lines", ["", "[]\n[]\n"])
+def test_a_file_without_tokens_has_no_estimate(lines, config, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(lines)
+    assert main(["estimate", str(config), str(path)]) == 2
+    assert "no sequences to estimate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[]", "7"])
+def test_a_configuration_is_an_object(text, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    assert main(["estimate", str(path), str(bundled())]) == 2
+    assert "the file holds no JSON object" in capsys.readouterr().err
+
+
 def test_a_device_of_ones_own_needs_all_figures():
     assert device_named("mine", 100, 1e12, 1e10).tflops == 100
     assert device_named("a100", memory=40e9).memory == 40e9

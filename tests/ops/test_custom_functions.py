@@ -402,6 +402,20 @@ class BySizes(JumpReLU):
         return grad, grad.reshape(batch * tokens, width).sum(0)
 
 
+class MeanOverRows(JumpReLU):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, (grad * ctx.saved_tensors[0]).sum((0, 1)) / grad.shape[1]
+
+
+class ScaledByCount(JumpReLU):
+    """As learned step sizes of quantisers are trained (LSQ)."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad.sum((0, 1)) * (grad.numel() * 7) ** -0.5
+
+
 class GivesWeight(JumpReLU):
     @staticmethod
     def forward(ctx, x, threshold):
@@ -441,6 +455,8 @@ def test_a_function_of_tokens_and_a_weight_runs_over_the_tree(function, flat):
         (AlongTokens, "forward is not pointwise: aten.amax"),
         (TokensTimesTokens, "forward is not pointwise: aten.mm"),
         (BySizes, "takes the numbers of sequences or tokens"),
+        (MeanOverRows, "scales a sum over all tokens by their number"),
+        (ScaledByCount, "scales a sum over all tokens by their number"),
         (GivesWeight, "not those of tokens"),
     ],
 )

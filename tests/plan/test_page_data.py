@@ -105,7 +105,7 @@ def test_sequences_are_found_again(page_of):
 
 
 def test_rewards_and_loss(page_of):
-    masks = [[(1, 3)], np.array([False, True, True, False, True]), (), [], [True], np.zeros(4, bool)]
+    masks = [[(1, 3)], np.array([False, True, True, False, True]), (), [], [1.0], [0, 0, 0, 0]]
     page = page_of(plan(SEQUENCES), rewards=[0, 1, 0.5, 0, -1, 2], loss_masks=masks)
     assert page.columns["reward"].tolist() == [0, 1, 0.5, 0, -1, 2]
     runs = np.diff(page.columns["trainedStart"], append=7)
@@ -223,7 +223,7 @@ def test_an_image_is_one_unit_and_different_images_fork(page_of):
     assert plan(sequences).prefix_tree.num_rows == 8
 
 
-@pytest.mark.parametrize("images", [[[(1, 4, 0)]], [[], [], [(4, 6, 0)]]])
+@pytest.mark.parametrize("images", [[[(1, 4, 0)]], [[], [], [(4, 6, 0)]], [[], [(3, 5, 0), (1, 4, 1)], []]])
 def test_images_that_do_not_fit_are_refused(images):
     with pytest.raises(PlanError, match="images do not fit"):
         plan([[1, 9, 9, 9, 2]] * 3, images=images)

@@ -162,6 +162,11 @@ def test_the_header_is_required(header):
         Schedule.parse(header)
 
 
+def test_a_schedule_is_text():
+    with pytest.raises(ScheduleError, match="a string"):
+        Schedule.parse(None)
+
+
 def test_the_mode_is_known():
     with pytest.raises(ScheduleError, match="score, transparent, streaming"):
         Schedule.parse(HEADER.replace("transparent", "opaque"))

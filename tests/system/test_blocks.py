@@ -94,9 +94,16 @@ def test_other_spellings(mask, blocks, tokens):
     assert dta_compile.last_plan(compiled).stats.tree_tokens == tokens
 
 
+def with_slopes_of_distances(query, key, blocks):
+    """ALiBi counts the distance to later tokens of the block up again."""
+    distances = (query - key).abs().double()
+    return torch.where(in_blocks(query, key, blocks), -0.5 * distances, -torch.inf)
+
+
 @pytest.mark.parametrize(
     ("mask", "blocks", "message"),
     [
+        (with_slopes_of_distances, [0, 0, 1, 1, 1, 5, 5], "with a bias by distance, which is only read for earlier"),
         (in_blocks, [0, 0, 1, 1, 0, 2, 2], "are in several pieces"),
         (window_or_block, [0, 3, 3, 3, 3, 1, 1], "than fit into the sliding window"),
         (lambda q, k, b: (q >= k) | (b[..., None] == 2 * b[..., None, :]), [0, 0, 1, 1, 1, 5, 5], "to later ones"),

@@ -143,7 +143,7 @@ def test_the_predicted_peak_of_groups_is_the_measured_one(monkeypatch):
 
 
 def test_without_a_budget_memory_does_not_grow_with_the_branches():
-    _, step = training_step(long_context_model(), {"memory_budget": 0, "chunk_size": 256})
+    _, step = training_step(long_context_model(), {"memory_budget": 0, "chunk_size": 256, "sweep": "chunks"})
     peaks = []
     for rows in (4, 64):
         ids = batch(200, rows, 100)

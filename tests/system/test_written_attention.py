@@ -356,9 +356,16 @@ def by_learned_slopes(model, q, k, v, pairs):
     return (causal(scores + model.sinks[:, None, None] * (index - index[:, None])) @ v).transpose(1, 2)
 
 
+def by_detached_slopes(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    index = torch.arange(q.shape[2])
+    bias = model.sinks[:, None, None] * (index - index[:, None])
+    return (causal(q @ k.mT + bias.detach() + model.scale[:, None, None].detach() * index) @ v).transpose(1, 2)
+
+
 def test_biases_by_distance():
     """`-slope * (q - k)` does to a softmax what `slope * k` does."""
-    ways = by_distance, by_clamped_distance, by_distance_in_a_mask, by_learned_slopes
+    ways = by_distance, by_clamped_distance, by_distance_in_a_mask, by_learned_slopes, by_detached_slopes
     assert_equals_eager(WrittenLM(*ways), shared_ids(5, 9))
 
 
@@ -916,7 +923,16 @@ def of_the_last_head(model, q, k, v, pairs):  # the shorter one of two parts
     return (causal(q @ k.mT).split(HEADS - 1, 1)[1] @ v[:, 1:2]).expand(-1, HEADS, -1, -1).transpose(1, 2)
 
 
-SUMS = of_two_halves, of_heads_by_pairs, of_chunked_heads, of_three, with_changed_weights, of_the_last_head
+def times_a_constant_tensor(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    weights = causal(q @ k.mT)
+    return ((weights * torch.full_like(weights[0, 0], 0.5) - torch.ones_like(weights) * weights) @ v).transpose(1, 2)
+
+
+SUMS = (
+    *(of_two_halves, of_heads_by_pairs, of_chunked_heads, of_three, with_changed_weights, of_the_last_head),
+    times_a_constant_tensor,
+)
 
 
 def test_sums_of_weights():
@@ -1181,6 +1197,36 @@ def with_talking_heads(model, q, k, v, pairs):
 def by_sigmoid(model, q, k, v, pairs):
     q, k, v = by_heads(q, k, v)
     return ((q @ k.mT).sigmoid().tril() @ v).transpose(1, 2)
+
+
+def of_weights_as_truth(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    return (causal(q @ k.mT).bool().to(v.dtype) @ v).transpose(1, 2)
+
+
+def of_a_sum_of_weights_as_integers(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    return ((causal(q @ k.mT) + causal(q @ k.flip(-1).mT)).long().to(v.dtype) @ v).transpose(1, 2)
+
+
+def shifted_by_query_to_the_filler(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    scores = q @ k.mT - 2e4 * model.bias[:, :, : q.shape[2], :1]
+    return (scores.masked_fill(later, -1e4).softmax(-1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        (of_weights_as_truth, "of the weights that a softmax gives|does not take apart"),
+        (of_a_sum_of_weights_as_integers, "another function of products|does not take apart"),
+        (shifted_by_query_to_the_filler, "a bias by query of scores that -10000 then hides"),
+    ],
+)
+def test_what_changes_weights_that_are_not_hidden_is_refused(way, words):
+    with pytest.raises(RefusalError, match=words):
+        torch.compile(WrittenLM(way), backend="dta", options=OPTIONS)(shared_ids(4, 9))
 
 
 @pytest.mark.parametrize(

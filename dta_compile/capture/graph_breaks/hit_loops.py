@@ -1,12 +1,12 @@
-"""Trace loops over the indices of the experts hit by at least one token as loops over all experts.
+"""Trace a loop over only the experts that got tokens as a loop over all experts.
 
     for e in one_hot(chosen, E).sum((0, 1)).nonzero():
         rows, k = torch.where(chosen == e)
         y.index_add_(0, rows, self.experts[e](x[rows]))
 
 Dynamo would end the graph there, since how often the loop runs depends on data. The graph runs its body for every
-index, as a branch that the model skips if the expert is not hit (`selected_branches`). At the end of the branch it is
-proven that it does nothing if it selects no rows.
+index, as a branch that the model skips if the expert got no token (`selected_branches`). Where the branch ends, it is
+proven that its body changes nothing when it selects no rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dta_compile.capture.graph_breaks.selections import NUMBER, number_of, numbers_hit
+from dta_compile.capture.graph_breaks.selections import NUMBER, hit_indices, number_of
 from dta_compile.torch_compat.dynamo import (
     ConstantVariable,
     ListIteratorVariable,
@@ -32,7 +32,7 @@ LISTS = (torch.nn.ModuleList, torch.nn.ParameterList, torch.nn.Sequential)
 
 
 class HitIterator(ListIteratorVariable):
-    """Iterator over the indices of all experts; `selection_of` names the tokens that have chosen an expert."""
+    """Iterator over the indices of all experts; `selection_of` maps one to a key for its tokens."""
 
     _nonvar_fields = {"selection_of", *ListIteratorVariable._nonvar_fields}  # noqa: RUF012
 
@@ -41,9 +41,12 @@ class HitIterator(ListIteratorVariable):
         self.selection_of = selection_of
 
 
-def iterator(translator: Any, value: Any, as_integers: bool = False) -> HitIterator | None:
-    """Return an iterator over all indices for a tensor of those that are hit, as rows of it or integers, or None."""
-    hit = numbers_hit(value.as_proxy().node)
+def hit_iterator(translator: Any, value: Any, as_integers: bool = False) -> HitIterator | None:
+    """Return an iterator over all indices for a tensor of the indices that are hit; None for another tensor.
+
+    Indices are tensors of the shape of its rows, or Python integers.
+    """
+    hit = hit_indices(value.as_proxy().node)
     if hit is None:
         return None
     selection_of, count = hit
@@ -60,15 +63,15 @@ def iterator(translator: Any, value: Any, as_integers: bool = False) -> HitItera
     return HitIterator(items, selection_of, mutation_type=ValueMutationNew())
 
 
-def make_index_constant(translator: Any, _: Any) -> None:
-    """Replace the index of a subscript by a constant if its value is known."""
+def specialise_subscript(translator: Any, _: Any) -> None:
+    """Replace a subscript whose index is known by one with a constant index, or by a copy of the row."""
     index = translator.stack[-1]
-    if isinstance(index, TupleVariable) and any(known_number(part) is not None for part in index.items):
+    if isinstance(index, TupleVariable) and any(known_index(part) is not None for part in index.items):
         translator.stack[-1] = TupleVariable([_scalar(part) or part for part in index.items])
-    if (number := known_number(index)) is None:
+    if (number := known_index(index)) is None:
         return
     container = translator.stack[-2]
-    if isinstance(container, TensorVariable) and _scalar(index) is None:  # indexing by `[1]` copies a row
+    if isinstance(container, TensorVariable) and _scalar(index) is None:  # an index of shape [1] copies
         narrow = [ConstantVariable.create(argument) for argument in (0, number, 1)]
         row = container.call_method(translator, "narrow", narrow, {}).call_method(translator, "clone", [], {})
         translator.stack[-2:] = row, SliceVariable([ConstantVariable.create(None)] * 3, translator)
@@ -76,13 +79,13 @@ def make_index_constant(translator: Any, _: Any) -> None:
         translator.stack[-1] = ConstantVariable.create(number)
 
 
-def known_number(value: Any) -> int | None:
-    """Return the value of a tensor that is an index of such a loop; None for others."""
+def known_index(value: Any) -> int | None:
+    """Return the index that a tensor of a loop over experts stands for; None for another value."""
     return number_of(value.as_proxy().node) if isinstance(value, TensorVariable) else None
 
 
 def _scalar(value: Any) -> VariableTracker | None:
     """Return the value of a known tensor without dimensions, which indexes as an integer does; None for others."""
-    number = known_number(value)
+    number = known_index(value)
     is_scalar = number is not None and value.as_proxy().node.meta["example_value"].dim() == 0
     return ConstantVariable.create(number) if is_scalar else None

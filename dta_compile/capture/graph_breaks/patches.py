@@ -150,7 +150,7 @@ def _tracing_tolist(method: Callable[..., Any], self: Any, tx: Any) -> Any:
     node = self.as_proxy().node
     is_loop = self.ndim == 1 and tx.instructions[tx.instruction_pointer].opname == "GET_ITER"
     iterates = is_loop and dynamo.takes_branches(tx.output)
-    if iterates and (iterator := hit_loops.iterator(tx, self, as_integers=True)) is not None:
+    if iterates and (iterator := hit_loops.hit_iterator(tx, self, as_integers=True)) is not None:
         return iterator
     least = node.kwargs.get("minlength") if getattr(node.target, "__name__", node.target) == "bincount" else None
     if type(least) is int:
@@ -183,7 +183,7 @@ def _tracing_item(method: Callable[..., Any], self: Any, tx: Any, *args: Any, **
     """
     if not dynamo.traces_selections(tx.output):
         return method(self, tx, *args, **kwargs)
-    if (number := hit_loops.known_number(self)) is not None:
+    if (number := hit_loops.known_index(self)) is not None:
         return ConstantVariable.create(number)
     is_integer = self.ndim == 0 and self.dtype in (torch.int64, torch.int32)
     return self if is_integer and _is_asserted(tx) else method(self, tx, *args, **kwargs)

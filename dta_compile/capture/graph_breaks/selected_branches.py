@@ -133,7 +133,7 @@ def _at_jump(translator: Any, jump: Any) -> None:
 def _at_loop(translator: Any, _: Any) -> None:
     """Let a loop over the experts that tokens have chosen run over all of them."""
     if isinstance(translator.stack[-1], TensorVariable):
-        translator.stack[-1] = hit_loops.iterator(translator, translator.stack[-1]) or translator.stack[-1]
+        translator.stack[-1] = hit_loops.hit_iterator(translator, translator.stack[-1]) or translator.stack[-1]
 
 
 def _at_turn(translator: Any, instruction: Any) -> None:
@@ -166,7 +166,7 @@ STEPS: dict[str, Callable[[Any, Any], None]] = {
     "FOR_ITER": _at_turn,
     "YIELD_VALUE": _at_yield,
     **dict.fromkeys(("BEFORE_WITH", "SETUP_WITH"), _at_with),
-    "BINARY_SUBSCR": hit_loops.make_index_constant,
+    "BINARY_SUBSCR": hit_loops.specialise_subscript,
 }
 
 

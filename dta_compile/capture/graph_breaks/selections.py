@@ -134,7 +134,7 @@ def known(condition: fx.Node) -> bool | None:
     return COMPARISONS[name_of(condition)](*numbers) if is_comparison and len(numbers) == 2 else None
 
 
-def numbers_hit(node: fx.Node) -> tuple[Callable[[int], Hashable], int] | None:
+def hit_indices(node: fx.Node) -> tuple[Callable[[int], Hashable], int] | None:
     """Return what a list of numbers says is not empty, and a bound of the numbers; None for other values.
 
     Such a list has the numbers of the experts that any token has chosen, in ascending order, as from

@@ -29,7 +29,6 @@ from dta_compile.torch_compat.tensors import FakeTensor
 MODELS = "transformers.modeling_utils"
 POSITIONS = "compute_3d_position_ids"
 OF_TEXT = ("input_ids", "inputs_embeds", "attention_mask", "mm_token_type_ids")  # other arguments are about images
-# Functions that Dynamo calls while tracing may take modules since torch 2.13; a guard on the module's identity follows.
 
 
 @torch.compiler.allow_in_graph

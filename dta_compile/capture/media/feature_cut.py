@@ -13,7 +13,8 @@ from dta_compile.capture.flex_attention import eliminate_dead_code
 from dta_compile.capture.media.insertions import SCATTERS, SUMS, Insertion
 from dta_compile.errors import RefusalError
 from dta_compile.ops.feature_tables import TABLE_ROWS
-from dta_compile.passes.program import memory, name_of, where, with_writes, writes_of
+from dta_compile.passes.graphs.source_lines import inherit_line, where
+from dta_compile.passes.program import memory, name_of, with_writes, writes_of
 
 # Rows of a table in the trace. Nothing in the remaining graph depends on the number: gradients of an embedding are
 # added to the rows of an accumulator, which has the table's size at run time.
@@ -117,7 +118,7 @@ class Cut:
                     node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)
         for added in (index, features):
-            added.meta.setdefault("stack_trace", insertion.node.meta.get("stack_trace"))
+            inherit_line(added, insertion.node)
 
     def _tokens(self, graph: fx.Graph, insertion: Insertion, mask: fx.Node) -> fx.Node:
         """Return the mask `[B, S]` of a mask over entries `[B, S, D]` that is the same for all entries of a token."""

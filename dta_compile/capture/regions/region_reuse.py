@@ -138,6 +138,7 @@ class Traced:
         traced: sources whose values torch built variables for.
         read: sources that the trace read, and those that it looked up to reach them, without those read of types.
         of_types: what the trace read of types, and on the way there.
+        tensors: sources of tensors beside the arguments, which are guarded if they are inputs of the graph.
         guards: guards that another layer needs, too, whenever the graph runs.
     """
 
@@ -151,6 +152,7 @@ class Traced:
     traced: tuple[Source, ...]
     read: tuple[Source, ...]
     of_types: tuple[Any, ...]
+    tensors: frozenset[Source]
     guards: tuple[Any, ...]
 
     @classmethod
@@ -186,6 +188,7 @@ class Traced:
             read=tuple(one(source) for source in values if not _is_of_a_type(source, typed)),
             of_types=tuple(value for source, value in values.items() if _is_of_a_type(source, typed)),
             constants=tuple((one(source), _exact(resolve(source))) for source in constants),
+            tensors=frozenset(guard.originating_source for guard in own if guard.create_fn_name() == OF_TENSOR) - layer,
             guards=tuple(_moved(guard, one) for guard in (*own, *hooks) if guard.create_fn_name() != OF_TENSOR),
         )
 
@@ -207,7 +210,7 @@ class Traced:
             return False
         if not all(isinstance(value, torch.Tensor) for _, value in _values_of(resolve, call.captured)):
             raise NoRegion  # a number that is a tensor input of the graph
-        if self.state != _state(tx):
+        if self.state != _state(tx) or not self.tensors.issubset(call.captured):  # the metadata of one alone is read
             return False
         written = _written(tx.output.side_effects)
         try:

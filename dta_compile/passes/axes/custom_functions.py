@@ -235,6 +235,8 @@ class _Derivation(TorchDispatchMode):
             self.summed |= {id(tensor): tensor for tensor in tensors_of(result)}
             if any(map(self._is_of_tokens, tensors_of(values))):
                 self.mixing = self.mixing or f"its backward gives tokens a sum over all of them: {func}"
+            if any(isinstance(value, SYMBOLIC) for value in values):
+                self.mixing = self.mixing or f"its backward scales a sum over all tokens by their number: {func}"
         elif not self._is_by_token(func, args, values):
             self.mixing = self.mixing or f"its {'backward' if self.linear else 'forward'} is not pointwise: {func}"
         if any(id(value) in self.linear for value in values):

@@ -14,7 +14,8 @@ from dta_compile.ops.library import is_random
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.graphs.nodes import is_float
 from dta_compile.passes.graphs.operators import CASTS, DROPOUTS, RESHAPES, aten
-from dta_compile.passes.program import Advice, Mixed, ancestors, where
+from dta_compile.passes.graphs.source_lines import where
+from dta_compile.passes.program import Advice, Mixed, ancestors
 from dta_compile.torch_compat.operators import OpOverload
 
 NEIGHBOURS = Advice(

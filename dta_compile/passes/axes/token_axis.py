@@ -27,6 +27,7 @@ from dta_compile.passes.axes.shape_rules import FLATTENED
 from dta_compile.passes.axes.tokenwise_operators import pointwise, rule_for
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.operators import MATRIX_PRODUCTS, aten
+from dta_compile.passes.graphs.source_lines import where
 from dta_compile.passes.program import (
     AmbiguousAxes,
     GraphWithoutAttention,
@@ -36,7 +37,6 @@ from dta_compile.passes.program import (
     ancestors,
     has_tensor,
     items_of,
-    where,
 )
 from dta_compile.passes.symbols import expression, sizes
 

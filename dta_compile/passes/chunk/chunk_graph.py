@@ -22,8 +22,9 @@ from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.arguments import dim_of, operand_dims
 from dta_compile.passes.graphs.nodes import erase_unused, is_uniform
 from dta_compile.passes.graphs.operators import OF_TWO_TENSORS, SQUEEZES, TAKE_A_SHAPE, aten
+from dta_compile.passes.graphs.source_lines import inherit_line, where
 from dta_compile.passes.graphs.subgraph import add_call, copied, graph_module
-from dta_compile.passes.program import ChunkInput, Program, has_tensor, where
+from dta_compile.passes.program import ChunkInput, Program, has_tensor
 from dta_compile.passes.symbols import free_symbols, new_size, sizes, symbolic
 from dta_compile.torch_compat.sizes import ShapeEnv
 
@@ -185,7 +186,7 @@ class _Builder:
             self.copies[node] = self._read(node.args[0], in_head, node)
         else:
             self.copies[node] = copied(self.graph, node, lambda arg: self._read(arg, in_head, node))
-        self.copies[node].meta.setdefault("stack_trace", node.meta.get("stack_trace"))
+        inherit_line(self.copies[node], node)
 
     def _squeeze(self, node: fx.Node, source: fx.Node) -> fx.Node:
         """Squeeze the dimensions of size one in the whole batch alone: in a chunk the batch axis has it, too."""

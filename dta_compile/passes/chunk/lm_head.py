@@ -23,6 +23,7 @@ from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.arguments import dim_of
 from dta_compile.passes.graphs.nodes import descendants, erase_unused, swaps
 from dta_compile.passes.graphs.operators import LINEAR_LAYERS, TRANSPOSITIONS, aten
+from dta_compile.passes.graphs.source_lines import inherit_line
 from dta_compile.passes.program import Program, ancestors
 from dta_compile.torch_compat.sizes import ShapeEnv
 from dta_compile.torch_compat.tensors import (
@@ -208,7 +209,7 @@ class _Fusion:
             results = Results(*(self._call(operator.getitem, fused, i) for i in range(len(Results._fields))))
             for reduction in self.reductions:
                 value = self._result(reduction, results, columns)
-                value.meta.setdefault("stack_trace", reduction.node.meta.get("stack_trace"))
+                inherit_line(value, reduction.node)
                 reduction.node.replace_all_uses_with(value)
         fused.meta["stack_trace"] = self.linear.meta.get("stack_trace")
 

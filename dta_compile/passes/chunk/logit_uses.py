@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx
 
 from dta_compile.passes.graphs.arguments import argument, dim_of
+from dta_compile.passes.graphs.nodes import is_float
 from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, PRODUCTS, QUOTIENTS, TRANSPOSITIONS, aten
 
 Step = tuple[bool, Any]
@@ -217,10 +218,8 @@ class Reading:
         left, right = node.args
         if (left in self.meanings) != (right in self.meanings):
             own, other, sign = (left, right, 1) if left in self.meanings else (right, left, -1)
-            meaning, is_whole = (
-                self.meanings[own],
-                isinstance(other, fx.Node) and self._sizes(own) == self._sizes(other),
-            )
+            meaning = self.meanings[own]
+            is_whole = isinstance(other, fx.Node) and self._sizes(own) == self._sizes(other)
             fits = is_whole and meaning.kind is Kind.LOG_PROBS and meaning.factor == 1
             return dataclasses.replace(meaning, kind=Kind.LOG_RATIO, factor=sign) if fits else None
         value, normaliser = (self.meanings.get(arg) for arg in node.args)
@@ -260,7 +259,7 @@ class Reading:
 
     def _reduced(self, node: fx.Node) -> Reduction | None:
         over = self._kind(node) in REDUCED[node.target] and self._is_over_vocabulary(*node.args[:2])
-        return Reduction(node, self.meanings[node.args[0]]) if over else None
+        return Reduction(node, self.meanings[node.args[0]]) if over and is_float(node) else None
 
     def _largest(self, node: fx.Node) -> Reduction | None:
         """Read the argmax of log-probs or probabilities as that of the logits."""

@@ -14,7 +14,8 @@ from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.layouts import mixer_calls
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.cuts.dense_graphs import graph_of, prologue_nodes
-from dta_compile.passes.program import Program, where
+from dta_compile.passes.graphs.source_lines import where
+from dta_compile.passes.program import Program
 
 
 @contract(

@@ -14,8 +14,9 @@ from dta_compile.executable.layouts import Layout
 from dta_compile.ops.distances import BY_DEPTH
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import is_uniform
+from dta_compile.passes.graphs.source_lines import where
 from dta_compile.passes.graphs.subgraph import bytes_per_token, cheapest_cut, is_per_token
-from dta_compile.passes.program import ChunkInput, Program, ancestors, where
+from dta_compile.passes.program import ChunkInput, Program, ancestors
 
 
 @contract(

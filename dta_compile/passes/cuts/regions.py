@@ -19,10 +19,11 @@ from dta_compile.passes.axes.shape_rules import factors
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import SizeNodes, call, erase_unused, may_have_gradient
 from dta_compile.passes.graphs.operators import DROPOUTS, MATRIX_PRODUCTS, aten
+from dta_compile.passes.graphs.source_lines import where
 from dta_compile.passes.graphs.subgraph import bytes_per_token, cheapest_cut, is_per_token
 from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.masks.mixers import cache_outputs
-from dta_compile.passes.program import FrontierValue, Mixed, Program, ancestors, has_tensor, items_of, where
+from dta_compile.passes.program import FrontierValue, Mixed, Program, ancestors, has_tensor, items_of
 from dta_compile.passes.symbols import expression, sizes
 
 

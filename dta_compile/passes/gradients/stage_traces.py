@@ -24,9 +24,10 @@ from dta_compile.errors import RefusalError
 from dta_compile.ops.mixer import mixer_of_backward, mixer_of_chunk
 from dta_compile.passes.gradients.simplify import simplify
 from dta_compile.passes.graphs.nodes import descendants, is_item, sizes_from_inputs
+from dta_compile.passes.graphs.source_lines import where_now
 from dta_compile.passes.graphs.storage import write_to_new_values
 from dta_compile.passes.graphs.subgraph import Subgraph, missing
-from dta_compile.passes.program import ancestors, output_node, where_now
+from dta_compile.passes.program import ancestors, output_node
 from dta_compile.torch_compat.tracing import make_fx
 
 

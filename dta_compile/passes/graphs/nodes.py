@@ -43,14 +43,6 @@ def call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     return node
 
 
-def copy_stack_trace(node: fx.Node) -> None:
-    """Give new nodes right before a node its stack trace."""
-    new = node.prev
-    while new.op == "call_function" and "stack_trace" not in new.meta:
-        new.meta["stack_trace"] = node.meta.get("stack_trace")
-        new = new.prev
-
-
 def replace_nodes(graph: fx.Graph, rule: Callable[[fx.Node], fx.Node | None]) -> None:
     """Replace the nodes that a rule returns another one for, in graph order, so that arguments come before their users.
 

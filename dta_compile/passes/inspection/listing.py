@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from dta_compile.passes.contracts import FIELDS, Pass
-from dta_compile.passes.program import Program, where
+from dta_compile.passes.graphs.source_lines import where
+from dta_compile.passes.program import Program
 from dta_compile.torch_compat.operators import OpOverload
 
 MADE_BY = "made_by"  # key of `node.meta`: the name of the pass that made the node

@@ -14,8 +14,9 @@ from torch import fx
 
 from dta_compile.passes.axes.layouts import batch_and_tokens, mixer_calls
 from dta_compile.passes.graphs.arguments import argument, dim_of
-from dta_compile.passes.graphs.nodes import call, copy_stack_trace, descendants, erase_unused, is_float, of_rows
+from dta_compile.passes.graphs.nodes import call, descendants, erase_unused, is_float, of_rows
 from dta_compile.passes.graphs.operators import aten
+from dta_compile.passes.graphs.source_lines import copy_stack_trace
 from dta_compile.passes.lowering.shifts import layers
 from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import sizes

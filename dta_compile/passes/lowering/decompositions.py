@@ -21,8 +21,8 @@ from dta_compile.ops.scoring import Scoring
 from dta_compile.passes.graphs.arguments import argument
 from dta_compile.passes.graphs.nodes import filled_with, full_for, replace_nodes
 from dta_compile.passes.graphs.operators import FULL_VARIANTS, UNINITIALIZED, aten
+from dta_compile.passes.graphs.source_lines import where_now
 from dta_compile.passes.lowering.attention.dimensions import dropout_refusal
-from dta_compile.passes.program import where_now
 from dta_compile.torch_compat.tracing import get_decompositions
 
 # Reductions that torch fuses with per-token work: once decomposed, the per-token part can run over the tree.

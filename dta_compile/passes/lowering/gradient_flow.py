@@ -1,9 +1,9 @@
 """Find the values of a captured graph that autograd tracks, by running the graph under autograd on fake tensors.
 
-`lower` calls this before it traces. The run is skipped for graphs that cannot detach a value, which most cannot.
-Otherwise autograd itself answers for every result of an operator, for views, in-place writes, gradient modes, frozen
-parameters and custom functions. Writes that autograd does not see (under `no_grad`, through `.data` or a detached
-alias) are refused: eager mode differentiates them at the old values, which a functional graph no longer has.
+`lower` calls this before it traces. Most graphs cannot detach a value; they are not run. Otherwise
+autograd itself answers for every result of an operator, for views, in-place writes, gradient modes, frozen parameters
+and custom functions. Writes that autograd does not see (under `no_grad`, through `.data` or a detached alias) are
+refused: eager mode differentiates at the values before the write, which a functional graph no longer has.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from dta_compile.attributes import attribute_set
 from dta_compile.codegen.worker import reason
 from dta_compile.errors import DTAError, FinalRefusal, RefusalError
 from dta_compile.executable.as_captured import TAG_ACTIVATION_CHECKPOINT
-from dta_compile.passes.program import name_of, tensors_of, where, written_by
+from dta_compile.passes.graphs.source_lines import where
+from dta_compile.passes.program import name_of, tensors_of, written_by
 from dta_compile.passes.symbols import SYMBOLIC, reads_number
 from dta_compile.torch_compat import autograd
 from dta_compile.torch_compat.autograd import (
@@ -52,7 +53,7 @@ TRANSPOSED = ("T", "mT")  # attributes that are views
 OF_SHAPES = frozenset(["zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"])
 OF_TORCH = (None, "_operator", "torch", "torch._C._nn", "torch.functional", "torch.nn.functional")
 HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
-OF_FUNCTION = -1  # among the tensors of a storage: a custom function's result that is a view of its argument
+OF_FUNCTION = -1  # stands among the roots of a storage for a custom function's result that is a view of its argument
 CACHES_CASTS = 3  # the position of `cache_enabled` in the arguments of torch's `_enter_autocast`
 
 
@@ -107,7 +108,7 @@ class CapturedInterpreter(fx.Interpreter):
             result = self.inside(body).run(*operands)
             if any(map(was_written, operands)):
                 raise FinalRefusal(
-                    "a buffer is written to where a checkpoint is computed again, once more than it says",
+                    "a buffer is written to in torch.utils.checkpoint, which runs the write twice",
                     where=where(next(iter(reversed(body.graph.nodes)))),
                     expected="writes outside of torch.utils.checkpoint",
                     got="a counter, say, that eager mode adds to in the forward and again in the backward",
@@ -130,19 +131,18 @@ class GradientFlow(CapturedInterpreter):
 
     Attributes:
         flows: for each node, the flows of the tensors in its result.
-        unseen: for each node that writes to a value without gradient, unseen by autograd: the tracked values
-            that it reads.
-        cuts: whether a value may be detached; if none is, nothing is run and `flows` stays empty.
+        unseen: for each node that writes only to values that autograd does not track: the tracked values that it reads.
+        may_detach: whether a value may be detached; if none is, nothing is run and `flows` stays empty.
     """
 
     def __init__(self, module: fx.GraphModule, outer: GradientFlow | None = None) -> None:
         super().__init__(module)
-        self.cuts = outer is not None or not torch.is_grad_enabled() or _may_cut(module.graph)
+        self.may_detach = outer is not None or not torch.is_grad_enabled() or _may_cut(module.graph)
         self.flows: dict[fx.Node, list[Flow]] = {} if outer is None else outer.flows
         self.unseen: dict[fx.Node, list[fx.Node]] = {} if outer is None else outer.unseen
         # By storage, the tracked tensors in it; a view counts as its base.
         self._roots: dict[int, set[int]] = {} if outer is None else outer._roots
-        self._owners: dict[int, int] = {} if outer is None else outer._owners  # what was there first
+        self._owners: dict[int, int] = {} if outer is None else outer._owners  # root of the first tensor
 
     def inside(self, body: fx.GraphModule) -> GradientFlow:
         """Return an interpreter for a region, which shares this one's results."""
@@ -183,11 +183,13 @@ class GradientFlow(CapturedInterpreter):
 
     def reads_tracked(self, node: fx.Node) -> bool:
         """Return whether a node reads a tracked tensor, so that its results may be detached."""
-        return self.cuts and any(Flow.TRACKED in self.flows[argument] for argument in node.all_input_nodes)
+        return self.may_detach and any(Flow.TRACKED in self.flows[argument] for argument in node.all_input_nodes)
 
-    def is_tracked(self, node: fx.Node) -> bool:
-        """Return whether any reader of a value has a tracked result: they may all detach it."""
-        return any(user.op == "output" or not self.cuts or Flow.TRACKED in self.flows[user] for user in node.users)
+    def needs_gradient(self, node: fx.Node) -> bool:
+        """Return whether any reader of a value has a tracked result; if all detach it, it needs no gradient."""
+        return any(
+            user.op == "output" or not self.may_detach or Flow.TRACKED in self.flows[user] for user in node.users
+        )
 
     def _wrote(self, node: fx.Node, value: torch.Tensor) -> None:
         known = self._roots.get(_storage(value), set())
@@ -272,7 +274,7 @@ def gradient_flow(module: fx.GraphModule) -> GradientFlow:
     values = [node.meta["example_value"] for node in placeholders]
     mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
     flow = GradientFlow(module)
-    if not flow.cuts:
+    if not flow.may_detach:
         return flow
     with contextlib.ExitStack() as stack:
         if mode is not None:

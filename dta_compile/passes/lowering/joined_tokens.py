@@ -27,6 +27,7 @@ from dta_compile.passes.axes.layouts import batch_and_tokens, mixer_calls
 from dta_compile.passes.graphs.arguments import dim_of, slice_of
 from dta_compile.passes.graphs.nodes import SizeNodes, call, descendants, erase_unused, is_pointwise
 from dta_compile.passes.graphs.operators import CASTS, COPIES, MATRIX_PRODUCTS, RESHAPES, TAKE_A_SHAPE, aten
+from dta_compile.passes.graphs.source_lines import inherit_line
 from dta_compile.passes.lowering.attention.distances import positions
 from dta_compile.passes.lowering.next_tokens import COPIED, CannotResize, all_sizes, resized
 from dta_compile.passes.program import ancestors, has_tensor
@@ -59,7 +60,7 @@ def join_tokens(graph: fx.Graph, parameters: Collection[fx.Node]) -> None:
             except (CannotResize, RuntimeError, ValueError):  # of torch: an operator takes this number of tokens alone
                 continue
             while (last := last.next) is not node:
-                last.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
+                inherit_line(last, node)
         node.replace_all_uses_with(joined)
     erase_unused(graph)
 

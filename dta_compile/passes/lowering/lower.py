@@ -34,6 +34,7 @@ from dta_compile.passes.axes.layouts import mixer_calls
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import descendants, erase_unused, sizes_from_inputs
 from dta_compile.passes.graphs.operators import aten
+from dta_compile.passes.graphs.source_lines import where
 from dta_compile.passes.graphs.storage import write_to_new_values
 from dta_compile.passes.lowering import decompositions
 from dta_compile.passes.lowering.attention.choices import recognise_choices
@@ -60,7 +61,7 @@ from dta_compile.passes.lowering.row_loops import select_masked_writes, undo_row
 from dta_compile.passes.lowering.row_weights import multiply_by_experts, multiply_unrepeated
 from dta_compile.passes.lowering.same_entries import replace_same_entries
 from dta_compile.passes.lowering.shifts import shifts_to_mixers
-from dta_compile.passes.program import Program, all_nodes, ancestors, name_of, output_node, where
+from dta_compile.passes.program import Program, all_nodes, ancestors, name_of, output_node
 from dta_compile.passes.symbols import depends_on_data, reads_number
 from dta_compile.passes.tracing import tracing
 from dta_compile.torch_compat import autograd
@@ -83,7 +84,7 @@ def lower(program: Program) -> None:
     refuse_overlapping_writes(captured)
     flow = gradient_flow(captured)
     _refuse_gradients_switched_on(captured, flow)
-    program.inputs = [_describe(i, node, flow.is_tracked(node)) for i, node in enumerate(placeholders)]
+    program.inputs = [_describe(i, node, flow.needs_gradient(node)) for i, node in enumerate(placeholders)]
     with autograd_function.captured():
         written: list[int] = []
         module = _trace(program, flow, functional=False)

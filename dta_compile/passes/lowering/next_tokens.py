@@ -38,6 +38,7 @@ from dta_compile.passes.graphs.operators import (
     UNTAGGED_POINTWISE,
     aten,
 )
+from dta_compile.passes.graphs.source_lines import inherit_line
 from dta_compile.passes.lowering.attention.distances import positions
 from dta_compile.passes.lowering.shifts import shifted
 from dta_compile.passes.program import ancestors, has_tensor, tensors_of
@@ -142,7 +143,7 @@ class _Pairs:
         with self.graph.inserting_before(node.next):
             new = self._replacement(node)
         if new is not None:
-            new.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
+            inherit_line(new, node)
             self.whole[node] = new
 
     def _replacement(self, node: fx.Node) -> fx.Node | None:

@@ -27,7 +27,8 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.program import ASSIGNED, where
+from dta_compile.passes.graphs.source_lines import where
+from dta_compile.passes.program import ASSIGNED
 from dta_compile.passes.symbols import expression, hint, new_size
 from dta_compile.torch_compat.operators import OpOverloadPacket
 from dta_compile.torch_compat.sizes import ShapeEnv

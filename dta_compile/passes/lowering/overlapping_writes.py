@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.program import all_nodes, memory, name_of, where, written_by
+from dta_compile.passes.graphs.source_lines import where
+from dta_compile.passes.program import all_nodes, memory, name_of, written_by
 from dta_compile.passes.symbols import hint
 from dta_compile.torch_compat.autograd import is_functorch_wrapped_tensor
 

@@ -21,8 +21,9 @@ from torch import fx
 
 from dta_compile.ops.experts.operators import EXPERT_LINEAR
 from dta_compile.passes.graphs.arguments import indices_of
-from dta_compile.passes.graphs.nodes import call, copy_stack_trace, erase_unused
+from dta_compile.passes.graphs.nodes import call, erase_unused
 from dta_compile.passes.graphs.operators import aten
+from dta_compile.passes.graphs.source_lines import copy_stack_trace
 from dta_compile.passes.lowering.attention.distances import cast, positions
 from dta_compile.passes.lowering.attention.factors import (
     MOVES,

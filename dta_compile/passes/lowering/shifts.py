@@ -45,6 +45,7 @@ from dta_compile.passes.graphs.nodes import (
 from dta_compile.passes.graphs.operators import (
     CASTS,
     COPIES,
+    DIFFERENTIABLE_COPIES,
     LINEAR_LAYERS,
     MATRIX_PRODUCTS,
     RESHAPES,
@@ -308,7 +309,9 @@ class _Shifts:
         width, before = int(sizes(weight)[-1]), padding[0]
         if source.target is aten.constant_pad_nd.default and not argument(source, "value") and before == 0:
             before, *others = source.args[1]
-            source = node if any(others) else source.args[0]
+            if any(others):
+                return None
+            source = source.args[0]
         is_causal = before == width - 1 > 0 and [*stride, *dilation] == [1, 1] and not is_transposed
         is_by_channel = sizes(weight) == (groups, 1, width) and sizes(source) == (self.batch, groups, self.tokens)
         if not is_causal or not is_by_channel:
@@ -388,7 +391,7 @@ class _Shifts:
         product = node.args[0]
         self._require(product.target in LINEAR_LAYERS)
         *bias, matrix, weight = product.args
-        matrix = behind(matrix, RESHAPES | COPIES)
+        matrix = behind(matrix, RESHAPES | DIFFERENTIABLE_COPIES)
         shape = sizes(matrix)
         self._require(self.back == 2 and len(shape) == 3 and sizes(node)[:2] == shape[:2] and not product.kwargs)
         self._require(not any(size.free_symbols for value in (*bias, weight) for size in sizes(value)))

@@ -24,10 +24,11 @@ from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.graphs.arguments import where_of
 from dta_compile.passes.graphs.nodes import filled_with
 from dta_compile.passes.graphs.operators import MASKED_FILLS, NEGATIONS, QUOTIENTS, SAME_ENTRIES, ZERO_OF_ZERO, aten
+from dta_compile.passes.graphs.source_lines import where
 from dta_compile.passes.graphs.subgraph import missing
 from dta_compile.passes.masks.elements import Elements
 from dta_compile.passes.masks.entries import leaf_of
-from dta_compile.passes.program import Program, ancestors, where
+from dta_compile.passes.program import Program, ancestors
 from dta_compile.passes.symbols import expression, free_symbols, hint, sizes, symbolic
 from dta_compile.proofs.call_facts import Facts, read_table
 from dta_compile.proofs.logic import Logic

@@ -22,9 +22,11 @@ from dta_compile.passes.axes.token_axis import own_mixer_calls
 from dta_compile.passes.contracts import ContractError, contract
 from dta_compile.passes.graphs.nodes import First, is_uniform, repeated_from
 from dta_compile.passes.graphs.operators import aten
+from dta_compile.passes.graphs.source_lines import where
+from dta_compile.passes.lowering.attention.distances import EARLIER_KEYS
 from dta_compile.passes.masks.derivation import MaskPrograms, Silencers, forced_scores, padding_mask_of
 from dta_compile.passes.masks.entries import leaf_of
-from dta_compile.passes.program import Mixed, Program, ancestors, where
+from dta_compile.passes.program import Mixed, Program, ancestors
 from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import MaskClass
 from dta_compile.proofs.terms import Terms
@@ -70,7 +72,8 @@ def mixers(program: Program) -> None:
         node.target, node.args = mixer.call, (*operands, *Masking.causal(masking.scoring).arguments, *rest)
         of_choice = chooser, block, forced
         states, line = _states(mixer, node), where(node)
-        layers.append(AttentionLayer(index, mixer, states, line, mask, masking.scoring, *of_choice))
+        is_of_earlier_keys = node.meta.get(EARLIER_KEYS, False)
+        layers.append(AttentionLayer(index, mixer, states, line, mask, masking.scoring, *of_choice, is_of_earlier_keys))
     program.mixers = layers
 
 

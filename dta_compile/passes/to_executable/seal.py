@@ -46,9 +46,10 @@ from dta_compile.passes.cuts.row_epilogue import row_dim, row_layout
 from dta_compile.passes.gradients.unroll import all_mixers, all_parameters, times_of
 from dta_compile.passes.graphs.nodes import behind, may_have_gradient
 from dta_compile.passes.graphs.operators import INDEX_ENTRIES, INDEX_EVERY_AXIS, INDEX_ONE_AXIS, SAME_ENTRIES, aten
+from dta_compile.passes.graphs.source_lines import where
 from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.program import ChunkInput as LoweredInput
-from dta_compile.passes.program import FrontierValue, Mixed, Program, ancestors, has_tensor, tensors_of, where
+from dta_compile.passes.program import FrontierValue, Mixed, Program, ancestors, has_tensor, tensors_of
 from dta_compile.passes.symbols import expression, free_symbols, hint, sizes, symbolic
 
 

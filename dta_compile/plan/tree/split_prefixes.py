@@ -136,14 +136,18 @@ class Images:
         """Yield the index of the sequence, start, stop and number of every image.
 
         Raises:
-            PlanError: an image is not among the tokens of its sequence.
+            PlanError: an image is not among the tokens of its sequence, or has some of another.
         """
         if len(self.of_sequences) != len(lengths):
             raise _no_image("", f"{len(self.of_sequences)} lists of images for {len(lengths)} sequences")
         for index, (row, length) in enumerate(zip(self.of_sequences, lengths, strict=True)):
-            for start, stop, image in row:
+            end = 0
+            for start, stop, image in sorted(row, key=lambda image: image[0]):
                 if not 0 <= start < stop <= length:
                     raise _no_image(f"sequence {index}", f"[{start}:{stop}] of {length} tokens")
+                if start < end:
+                    raise _no_image(f"sequence {index}", f"[{start}:{stop}] with tokens of an image before it")
+                end = stop
                 yield index, start, stop, self.numbers[image]
 
     def __str__(self) -> str:

@@ -55,6 +55,8 @@ def _attention(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
     key = layer.states, layer.scoring
     if key not in context.providers:
         context.providers[key] = provider_of(layer, context.device, context.attention)
+    if layer.has_bias_of_earlier_keys:
+        _require_earlier_keys(layer, context)
     provider, limit = context.providers[key], context.limits[layer.index]
     if limit is not None and limit.kept:
         provider = KeptKeys(provider)
@@ -66,14 +68,18 @@ def _over_chosen(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
     return AttentionRuntime(Blockwise(layer.block), context.limits[layer.index], further="choice")
 
 
-def _biased(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
+def _require_earlier_keys(layer: MixerLayer, context: LayerContext) -> None:
     if layer.index in context.units:
         raise RefusalError(
-            "tokens attend to later ones of their block with a learned bias, which is only read for earlier ones",
+            "tokens attend to later ones of their block with a bias by distance, which is only read for earlier ones",
             where=layer.where,
             expected="causal attention",
             got="a mask with blocks that attend in both directions",
         )
+
+
+def _biased(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
+    _require_earlier_keys(layer, context)
     return AttentionRuntime(Blockwise(), context.limits[layer.index], further=layer.mixer.operands[-1].name)
 
 

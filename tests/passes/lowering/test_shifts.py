@@ -233,6 +233,13 @@ def test_shifts_run_over_the_tree(shift):
     check(Shifting(shift), shared_ids())
 
 
+def test_a_shift_of_detached_values_gives_them_no_gradient():
+    def detached(x, g):
+        return torch.cat([x[:, :1], x[:, 1:] + F.linear(x[:, :-1].detach(), g.expand(WIDTH, WIDTH))], 1)
+
+    check(Shifting(detached), shared_ids())
+
+
 @pytest.mark.parametrize("shift", [added, gated_by_a_layer])
 def test_shifts_of_one_row(shift):
     check(Shifting(shift), shared_ids(1))
@@ -293,9 +300,15 @@ def convolved_over_the_whole_row(x, g):
     return x + g * F.conv1d(F.pad(x.transpose(1, 2), (x.shape[1] - 1, 0)), taps, groups=WIDTH).transpose(1, 2)
 
 
+def convolved_with_more_channels(x, g):
+    y = F.conv1d(F.pad(x.transpose(1, 2), (2, 0, 0, 2)), kernel(g, WIDTH + 2, 1, 3), groups=WIDTH + 2)
+    return x + y[:, :-2].transpose(1, 2)
+
+
 @pytest.mark.parametrize(
     "shift",
     [
+        convolved_with_more_channels,
         joined_backwards,
         written_backwards,
         rolled_alone,

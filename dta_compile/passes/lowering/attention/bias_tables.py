@@ -22,10 +22,11 @@ from dta_compile.passes.axes.shape_rules import Labels, labels_in
 from dta_compile.passes.graphs.arguments import indices_of, slice_of, where_of
 from dta_compile.passes.graphs.nodes import call, constructed, filled_with, is_float
 from dta_compile.passes.graphs.operators import RANGES, RESHAPES, SUMS, aten
+from dta_compile.passes.graphs.source_lines import where
 from dta_compile.passes.lowering.attention.distances import Distances, Slope, hides, positions
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.lowering.attention.pair_entries import Operands, cut_from, operands_of, over
-from dta_compile.passes.program import ancestors, has_tensor, where
+from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import sizes, value_of
 from dta_compile.proofs.mask_class import CERTAIN, FORBIDDEN
 from dta_compile.torch_compat.sizes import statically_known_true

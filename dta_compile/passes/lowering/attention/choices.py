@@ -24,6 +24,7 @@ from dta_compile.ops.scoring import Scoring
 from dta_compile.passes.graphs.arguments import argument
 from dta_compile.passes.graphs.nodes import behind, call, column, constructed, descendants, erase_unused
 from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS, aten
+from dta_compile.passes.graphs.source_lines import inherit_line
 from dta_compile.passes.lowering.attention.blocks import Blocks, Written, operand_of_blocks
 from dta_compile.passes.lowering.attention.dimensions import Attention
 from dta_compile.passes.lowering.attention.factors import (
@@ -236,5 +237,5 @@ class _Choice:
         forced = self.blocks.of_scores(len(scores.dims))
         node = call(arranger.graph, CHOOSE_KEYS_CALL, *operands, *masking.arguments, *how, forced)
         for new in (node, *node.all_input_nodes):
-            new.meta.setdefault("stack_trace", self.topk.meta.get("stack_trace"))
+            inherit_line(new, self.topk)
         return node

@@ -10,10 +10,11 @@ from torch import fx
 from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_MIXER, Masking
 from dta_compile.passes.graphs.arguments import slice_of
-from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, DROPOUTS, MASKED_FILLS, aten
+from dta_compile.passes.graphs.nodes import is_float
+from dta_compile.passes.graphs.operators import CASTS, DIFFERENTIABLE_COPIES, DROPOUTS, MASKED_FILLS, aten
+from dta_compile.passes.graphs.source_lines import where
 from dta_compile.passes.lowering.attention.factors import MOVES, Arranged, Dim, Factor, Mismatch, leaves, moved, unify
 from dta_compile.passes.lowering.attention.scores import PathTo, Scores
-from dta_compile.passes.program import where
 from dta_compile.passes.symbols import sizes
 
 # Supported changes of softmax weights, if they set only weights to zero that are zero already.
@@ -147,6 +148,8 @@ def _behind(scores: Scores, steps: list[fx.Node], softmax: fx.Node, dim: int) ->
             is_cut = True
         elif node.target in DROPOUTS:
             raise dropout_refusal(where(node), f"{node.target} of attention's weights")
+        elif node.target in CASTS and not is_float(node):
+            raise Mismatch("weights as integers or booleans")
         elif node.target in CHANGES:
             scores.follow_weights(node, source, dims)
         elif node.target in MOVES:

@@ -20,8 +20,8 @@ from dta_compile.passes.graphs.arguments import argument, sum_of, where_of
 from dta_compile.passes.graphs.nodes import call, constructed, filled_with, is_float, raised
 from dta_compile.passes.graphs.operators import (
     CASTS,
-    COPIES,
     DIFFERENCES,
+    DIFFERENTIABLE_COPIES,
     MAYBE_COPIES,
     PRODUCTS,
     QUOTIENTS,
@@ -38,6 +38,7 @@ from dta_compile.proofs.mask_class import FORBIDDEN
 Slope: TypeAlias = float | fx.Node  # a node has the dimensions of the value, those of queries and keys with size 1
 Affine = tuple[sympy.Expr, sympy.Expr, sympy.Expr]  # a * q + b * k + c
 
+EARLIER_KEYS = "bias_of_earlier_keys"  # in the `meta` of attention whose bias is right for keys `k <= q` alone
 CLAMPS = frozenset({aten.clamp_min.default, aten.clamp_max.default, aten.clamp.default, aten.relu.default})
 
 
@@ -47,6 +48,9 @@ class Distances:
     Args:
         dtype: that of the scores. What is rounded to a narrower one is no multiple of a distance.
         exact: whether what is added to all scores of a query alike is part of the rest. It is where there are sinks.
+
+    Attributes:
+        of_earlier_keys: whether a slope is that of a value only for keys `k <= q`.
     """
 
     FACTORS: frozenset[str] = frozenset()  # what a factor of a slope may vary with
@@ -54,6 +58,7 @@ class Distances:
 
     def __init__(self, graph: fx.Graph, dtype: torch.dtype, exact: bool = False) -> None:
         self.graph, self.dtype, self.of_none = graph, dtype, None if exact else 0.0
+        self.of_earlier_keys = False
 
     def split(self, node: fx.Node, labels: Labels) -> tuple[fx.Node | None, Slope] | None:
         """Split a bias into a rest and `slope * k`; a rest of None is zero. Return None if no slope is found."""
@@ -182,7 +187,7 @@ class Distances:
 
     def _moved(self, node: fx.Node, slope: Slope, labels: Labels) -> Slope | None:
         """Return the slope of a node that moves entries of a value with this slope, or casts them."""
-        if not isinstance(slope, fx.Node) or node.target in COPIES | MAYBE_COPIES:
+        if not isinstance(slope, fx.Node) or node.target in DIFFERENTIABLE_COPIES | MAYBE_COPIES:
             return slope
         if node.target is aten.expand.default:
             return self._raised(slope, node)
@@ -249,6 +254,7 @@ class Distances:
         value = self._affine(node.args[0], labels)
         if value is None or value[0] + value[1] != 0 or value[2] != 0:
             return None
+        self.of_earlier_keys = True
         is_negative = bool(value[1] > 0)  # as k - q is
         if node.target is aten.abs.default:
             return _scaled(value, -1 if is_negative else 1)

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from dta_compile.passes.graphs.arguments import operand_dims, run_of, select_of
-from dta_compile.passes.graphs.nodes import SizeNodes, call, copy_stack_trace, erase_unused, filled_with
+from dta_compile.passes.graphs.nodes import SizeNodes, call, erase_unused, filled_with
 from dta_compile.passes.graphs.operators import (
     CASTS,
     COPIES,
@@ -32,6 +32,7 @@ from dta_compile.passes.graphs.operators import (
     TRANSPOSITIONS,
     aten,
 )
+from dta_compile.passes.graphs.source_lines import copy_stack_trace
 from dta_compile.passes.symbols import sizes
 
 MOVES = (

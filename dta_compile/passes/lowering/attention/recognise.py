@@ -19,7 +19,6 @@ from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_CALL
 from dta_compile.passes.graphs.nodes import (
     SizeNodes,
-    copy_stack_trace,
     descendants,
     erase_unused,
     filled_with,
@@ -37,6 +36,7 @@ from dta_compile.passes.graphs.operators import (
     SUMS,
     aten,
 )
+from dta_compile.passes.graphs.source_lines import copy_stack_trace, where
 from dta_compile.passes.graphs.subgraph import missing
 from dta_compile.passes.lowering.attention.bias_tables import Known, Tables
 from dta_compile.passes.lowering.attention.dimensions import CHANGES, Attention
@@ -48,7 +48,7 @@ from dta_compile.passes.lowering.attention.scores import FLOORS
 from dta_compile.passes.lowering.attention.softmaxes import spell_softmaxes
 from dta_compile.passes.lowering.attention.token_biases import TokenBiases
 from dta_compile.passes.lowering.attention.weight_sums import SPLITS, distribute_products
-from dta_compile.passes.program import has_tensor, where
+from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import sizes
 
 SCORE_PRODUCTS = MATRIX_PRODUCTS - {aten.addmm.default}

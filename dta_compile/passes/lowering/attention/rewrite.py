@@ -4,8 +4,8 @@ Keys and values that are repeated for groups of heads are passed without the rep
 such as ALiBi in BLOOM and MPT, or learned (`token_biases`), becomes one more feature of the keys, whose feature of the
 query is one. A bias by the distance of query and key (`distances`) becomes two features, `[-slope * q, slope]` of the
 query and `[1, k]` of the key. They are the first ones of the dot product, whose running sum then begins with the bias
-and rounds like it. Others (`profiles`, `tables`) become an operand of their own. Nodes that only move entries of the
-old result are rebuilt on the new one, so that no value merges sequences and heads.
+and rounds like it. Others (`profiles`, `bias_tables`) become an operand of their own. Nodes that only move entries of
+the old result are rebuilt on the new one, so that no value merges sequences and heads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dta_compile.passes.graphs.nodes import call, column, constructed, may_have_
 from dta_compile.passes.graphs.operators import aten
 from dta_compile.passes.lowering.attention.bias_tables import Known, Tables, by_depth
 from dta_compile.passes.lowering.attention.dimensions import Attention
-from dta_compile.passes.lowering.attention.distances import Distances, cast, labels_of, positions
+from dta_compile.passes.lowering.attention.distances import EARLIER_KEYS, Distances, cast, labels_of, positions
 from dta_compile.passes.lowering.attention.factors import (
     MOVES,
     Arranged,
@@ -63,6 +63,7 @@ class Rewrite:
         self.call = functools.partial(call, arranger.graph)
         self.rows = {*attention.batch, attention.token}
         self.biases: list[Arranged] = []  # learned ones, by key
+        self.of_earlier_keys = False  # see `Distances`
         self.queries = [attention.batch, attention.heads, [attention.token]]  # dimensions without features
 
     def run(self) -> None:
@@ -99,6 +100,7 @@ class Rewrite:
         elif tables:
             further[TABLE] = self._table(tables)
         out = self.call(CALLS[tuple(further)], *operands, *further.values(), *masking.arguments)
+        out.meta[EARLIER_KEYS] = self.of_earlier_keys
         dims = [*self.queries, leaves(attention.features)]
         self._replace(self.node, attention.out, Arranged(cast(out, self.node.meta["val"].dtype), dims, dims))
 
@@ -204,13 +206,15 @@ class Rewrite:
             split = None
             if is_added(mask) and set(over) <= set(labels):
                 dtype = attention.scores.product.meta["val"].dtype
-                split = kind(self.arranger.graph, dtype, attention.scores.sinks is not None).split(mask.base, labels)
+                analysis = kind(self.arranger.graph, dtype, attention.scores.sinks is not None)
+                split = analysis.split(mask.base, labels)
             parts = [part for part in split or () if isinstance(part, fx.Node)]
             # Eager mode gives a gradient of zero to a parameter that splitting drops, so such a mask stays whole.
             if split is None or self._learned(*parts) < self._learned(mask.base):
                 masks.append(mask)
                 continue
             rest, slope = split
+            self.of_earlier_keys |= analysis.of_earlier_keys
             masks += [] if rest is None else [_broadcast(mask, rest)]
             key = attention.key if over == "qk" else None
             slopes.append(_broadcast(mask, slope, key) if isinstance(slope, fx.Node) else slope)
@@ -288,6 +292,9 @@ class Rewrite:
         if added is not None:
             added = cast(added, dtype)
         filler = max(scores.filler, torch.finfo(dtype).min) if scores.filler > CERTAIN else -math.inf
+        by_query = (part for part in scores.shifts if not part.has(key))
+        if filler > -math.inf and not all(self.biases and self._learned(part.base) for part in by_query):
+            raise Mismatch(f"a bias by query of scores that {filler:g} then hides from each other")
         if filler > -math.inf and added is not None:  # a lower bound of scores
             added = self.call(aten.clamp_min.default, added, filler)
         elif filler > -math.inf and allowed is not None:  # the proof reads the filler from the mask

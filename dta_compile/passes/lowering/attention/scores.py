@@ -69,6 +69,7 @@ class Scores:
         constant: tensors added to scores and sinks alike, which must not depend on the key.
         filler: largest number that replaced scores, minus the `shift` that they had then.
         shift: number added to all scores.
+        shifts: tensors that were added before scores were replaced.
         further: scores of further features that were added.
         path_to: returns the path from a product of activations to a node computed from it; None for other nodes.
     """
@@ -88,6 +89,7 @@ class Scores:
     constant: list[Arranged] = dataclasses.field(default_factory=list)
     filler: float = -math.inf
     shift: float = 0.0
+    shifts: list[Arranged] = dataclasses.field(default_factory=list)
     further: list[Scores] = dataclasses.field(default_factory=list)
     path_to: PathTo = lambda _: None
 
@@ -221,6 +223,7 @@ class Scores:
             self.masks.append(self.beside(call(graph, aten.where.self, condition, *parts), node))
             return
         self._forbid(number - self.shift)
+        self.shifts += filter(is_added, self.masks)
         allowed = call(graph, aten.logical_not.default, condition) if fills_where_true else condition
         self.masks.append(self.beside(allowed, node))
 
@@ -262,6 +265,7 @@ class Scores:
         if floor is None:
             raise Mismatch("scores that are bounded")
         self._forbid(floor - self.shift)
+        self.shifts += filter(is_added, self.masks)
 
     def _join(self, node: fx.Node, source: fx.Node) -> None:
         parts = node.args[0]

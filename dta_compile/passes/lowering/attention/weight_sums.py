@@ -14,8 +14,9 @@ from typing import Any
 from torch import fx
 
 from dta_compile.passes.graphs.arguments import run_of, select_of
-from dta_compile.passes.graphs.nodes import call, copy_stack_trace
+from dta_compile.passes.graphs.nodes import call, is_float
 from dta_compile.passes.graphs.operators import CASTS, RESHAPES, aten
+from dta_compile.passes.graphs.source_lines import copy_stack_trace
 from dta_compile.passes.lowering.attention.distances import cast
 from dta_compile.passes.lowering.attention.factors import (
     MOVES,
@@ -76,6 +77,8 @@ class _Distributing:
         while combined.target in MOVES | CASTS:
             if combined.target is aten.slice.Tensor and _part(combined) is not None:
                 break
+            if not is_float(combined):  # each term would be rounded by itself
+                return None
             moves.insert(0, combined)
             combined = combined.args[0]
         if combined.target in (aten.add.Tensor, aten.sub.Tensor):
@@ -110,9 +113,14 @@ class _Distributing:
             weights, factor = factor, weights
         if sizes(weights) != sizes(combined) or (isinstance(factor, fx.Node) and self.are_weights(factor)):
             return None
+        if weights.meta["val"].dtype != combined.meta["val"].dtype:
+            return None
         product = self._product(self._moved(moves, weights), values)
         result, shape = product, None
-        if isinstance(factor, fx.Node) and has_tensor(factor) and number_of(factor) is None:
+        number = number_of(factor)
+        if number is not None:
+            factor = number
+        elif isinstance(factor, fx.Node) and has_tensor(factor):
             own, dims = _dims(combined, moves)
             value = Arranged.within(factor, own)
             if any(map(value.has, leaves(own[-1]))):

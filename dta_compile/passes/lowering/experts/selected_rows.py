@@ -43,9 +43,10 @@ from dta_compile.passes.graphs.nodes import (
     swaps,
 )
 from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, RESHAPES, SQUEEZES, TRANSPOSITIONS, aten
+from dta_compile.passes.graphs.source_lines import where
 from dta_compile.passes.lowering.experts.row_operators import RowOperators, Rows, Unproven, drop_checks_of_numbers
 from dta_compile.passes.lowering.experts.slots import at_most_one
-from dta_compile.passes.program import ancestors, where
+from dta_compile.passes.program import ancestors
 from dta_compile.passes.symbols import sizes
 from dta_compile.torch_compat.sizes import free_unbacked_symbols
 

@@ -130,6 +130,12 @@ def without_infinite_scores(model, q, k, v, pairs):  # Differential Transformer,
     return (scores.nan_to_num(nan=7.0, neginf=-1e9).softmax(-1) @ v).transpose(1, 2)
 
 
+def by_numbers_of_other_dtypes(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    rounded, cut_off = torch.full((), 0.3, dtype=torch.bfloat16), torch.full((), 2.7).int()
+    return (causal(q @ k.mT * rounded * cut_off / torch.tensor(3.9).long()) @ v).transpose(1, 2)
+
+
 def less_one(model, q, k, v, pairs):
     q, k, v = by_heads(q, k, v)
     added = (model.bias[:, :, : q.shape[2], : q.shape[2]] - 1) * 1e30
@@ -139,7 +145,7 @@ def less_one(model, q, k, v, pairs):
 
 def test_what_is_done_to_scores():
     ways = with_a_buffer, gated, with_sinks, with_sinks_in_front, with_a_scale_a_head, with_alibi
-    ways += divided_after_the_mask, less_one, without_infinite_scores
+    ways += divided_after_the_mask, less_one, without_infinite_scores, by_numbers_of_other_dtypes
     assert_equals_eager(WrittenLM(*ways), shared_ids(4, 9))
 
 

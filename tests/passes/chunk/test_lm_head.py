@@ -530,6 +530,13 @@ def test_other_uses_of_the_logits_are_left_alone(name):
     assert not heads_of(compare(build(), spelling, outputs=2 if two else 1))
 
 
+def test_a_sum_of_entries_that_are_cut_off_is_left_alone():
+    def cut_off(z, y):
+        return log_softmax(z, y), (9 * z.detach()).sum(-1, dtype=torch.int64).double()
+
+    assert not heads_of(compare(BareLM(), cut_off, outputs=2))
+
+
 def test_small_vocabularies_are_left_alone(model, monkeypatch):
     monkeypatch.setattr(PASS, "LEAST_VOCABULARY", VOCABULARY + 1)
     assert not heads_of(compare(model, both, outputs=2))

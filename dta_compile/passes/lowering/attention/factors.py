@@ -214,21 +214,24 @@ def _factor_of(node: fx.Node) -> float | None:
 
 def number_of(value: Any) -> float | None:
     """Return the number that an argument is, or that all its entries are; None if it is not known to be one."""
-    if isinstance(value, fx.Node) and value.target in CASTS | COPIES | {aten.expand.default}:
-        number = number_of(value.args[0])
-        return number if number is None or value.target not in CASTS else _rounded(number, value)
-    if isinstance(value, fx.Node):
-        constant = getattr(value.graph.owning_module, str(value.target), None) if value.op == "get_attr" else None
-        if isinstance(constant, torch.Tensor) and constant.dim() == 0:
-            return float(constant)
-        value = _computed(value) if value.target in SCALINGS else filled_with(value)
-    return float(value) if isinstance(value, (int, float)) else None
+    if not isinstance(value, fx.Node):
+        return float(value) if isinstance(value, (int, float)) else None
+    if value.target in COPIES | {aten.expand.default}:
+        return number_of(value.args[0])
+    if value.op == "get_attr":
+        constant = getattr(value.graph.owning_module, str(value.target), None)
+        return float(constant) if isinstance(constant, torch.Tensor) and constant.dim() == 0 else None
+    if value.target in SCALINGS:
+        return _computed(value)
+    number = number_of(value.args[0]) if value.target in CASTS else filled_with(value)
+    return _rounded(number, value.meta["val"].dtype) if isinstance(number, (int, float)) else None
 
 
-def _rounded(number: float, like: fx.Node) -> float:
-    """Round a number to the dtype of a value, if it has one of floats."""
-    dtype = like.meta["val"].dtype
-    return float(torch.tensor(number, dtype=torch.float64).to(dtype)) if dtype.is_floating_point else number
+def _rounded(number: float, dtype: torch.dtype) -> float | None:
+    """Return a number as a dtype holds it; None if it is none of integers."""
+    if not dtype.is_floating_point and not math.isfinite(number):
+        return None
+    return float(torch.tensor(number, dtype=torch.float64).to(dtype))
 
 
 def _computed(node: fx.Node) -> float | None:

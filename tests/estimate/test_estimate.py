@@ -156,10 +156,9 @@ def test_a_file_without_tokens_has_no_estimate(lines, config, tmp_path, capsys):
     assert "no sequences to estimate" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["[]", "7"])
-def test_a_configuration_is_an_object(text, tmp_path, capsys):
+def test_a_configuration_is_an_object(tmp_path, capsys):
     path = tmp_path / "config.json"
-    path.write_text(text)
+    path.write_text("[]")
     assert main(["estimate", str(path), str(bundled())]) == 2
     assert "the file holds no JSON object" in capsys.readouterr().err
 

@@ -215,20 +215,21 @@ class _Renderer:
         """Yield the token ranges of the answers within the messages before `stop`.
 
         An answer begins where its prompt ends. If the template has changed that prompt since (for example by dropping
-        the reasoning of earlier turns), the answer's content is searched for after the previous answer.
+        the reasoning of earlier turns), the answer's content is searched for behind the messages before it.
         """
-        text, done = self.text(stop), 0
+        text, done, first = self.text(stop), 0, 0
         for answer in answers:
             begin, end = self._begin(tokens, answer), len(tokens)
             if answer + 1 < stop:
                 end = common_prefix(tokens, self.tokens(answer + 1))
             if begin is None or end <= max(begin, done):
-                span = self._found(text, answer, done)
+                before = range(first, answer) if begin is None else None
+                span = self._found(text, before, answer, max(begin or 0, done))
                 if span is None:
                     continue
                 begin, end = span
             yield begin, end
-            done = end
+            done, first = end, answer + 1
 
     def _begin(self, tokens: tuple[int, ...], answer: int) -> int | None:
         """Return the length of an answer's prompt, or None if `tokens` do not begin with the messages before it."""
@@ -236,12 +237,21 @@ class _Renderer:
         shared = common_prefix(tokens, self.tokens(answer, prompt=True))
         return shared if shared >= common_prefix(tokens, before) >= len(before) - 1 else None
 
-    def _found(self, text: str, answer: int, done: int) -> tuple[int, int] | None:
+    def _found(self, text: str, before: range | None, answer: int, done: int) -> tuple[int, int] | None:
+        """Find an answer's content behind token `done` and the messages `before` it, which may have it as well."""
         content = self.messages[answer].get("content")
         if not isinstance(content, str) or not content.strip():
             return None
         encode = self.tokenizer.encode
-        begin = text.find(content.strip(), len(self.tokenizer.decode(encode(text)[:done])) if done else 0)
+        place = len(self.tokenizer.decode(encode(text)[:done])) if done else 0
+        skipped: list[Any] = []
+        if before is not None:
+            header = self.text(answer, prompt=True).removeprefix(self.text(answer))
+            skipped = [*(self.messages[message].get("content") for message in before), header]
+        for known in skipped:
+            if isinstance(known, str) and (at := text.find(known.strip(), place)) >= 0:
+                place = at + len(known.strip())
+        begin = text.find(content.strip(), place)
         if begin < 0:
             return None
         return len(encode(text[:begin])), len(encode(text[: begin + len(content.strip())]))

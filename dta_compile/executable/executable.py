@@ -169,12 +169,15 @@ class NoRowEpilogue:
     where: str
 
 
+OF_SEVERAL_BATCHES = "it runs the model on batches of several sizes, with masks of their own"
+
+
 @dataclasses.dataclass(frozen=True)
 class Comparison:
     """Facts about the captured program that the self-check needs.
 
     Attributes:
-        incomparable: why two runs of the program may differ; "" if they do not.
+        incomparable: why two runs of the program may differ, or cannot be compared; "" if they can.
         precision: the least precise dtype of values that depend on parameters.
         guards, least: assumptions of the trace on sizes: expressions that hold, and lower bounds of symbols.
         indexed_by_data: symbols in the sizes of axes that are indexed by values computed from inputs.

@@ -69,7 +69,9 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
             trainer = GRPOTrainer(model, args=DTACallback.whole_steps(args), ..., callbacks=[DTACallback()])
 
         Batches that were accumulated become one: of as many rows, with no accumulation, and for trainers that generate,
-        with a generation for as many updates as before.
+        with a generation for as many updates as before. That is the same update for losses that are sums over the
+        rows or tokens of an update divided by their number, as those of TRL and of models that take
+        `num_items_in_batch`; a mean of means of batches weighs rows otherwise.
 
         Raises:
             OptionError: a loss is normalised over the tokens of each batch, or an update is of several generations.
@@ -207,7 +209,8 @@ class _Ordered:
 def with_positions(inputs: dict[str, Any], has_axes: bool = False) -> dict[str, Any]:
     """Add positions `[B, S]` that count the tokens of each row to the arguments of a call with padded rows.
 
-    Other calls, and calls that continue a cache, are unchanged.
+    Other calls, and calls that continue a cache, are unchanged. Masked tokens behind the first real one count, as they
+    do where models of transformers are given no positions.
 
     Args:
         has_axes: the model computes positions in several axes from images (or other media), in calls that have them.
@@ -219,7 +222,11 @@ def with_positions(inputs: dict[str, Any], has_axes: bool = False) -> dict[str, 
         return inputs
     if has_axes and any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in inputs.values()):
         return inputs
-    return {**inputs, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
+    if has_axes:  # these models count the tokens of the mask, unless there are images
+        return {**inputs, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
+    is_real = mask != 0
+    first = is_real.int().argmax(-1, keepdim=True)
+    return {**inputs, "position_ids": (torch.arange(mask.shape[-1], device=mask.device) - first).clamp(min=0)}
 
 
 def with_images(inputs: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
@@ -250,11 +257,14 @@ def _continues_cache(inputs: Mapping[str, Any]) -> bool:
 def positions_are_relative(model: torch.nn.Module) -> bool:
     """Return whether a model uses positions for rotary embeddings alone, whose products depend on differences only.
 
-    Llama 4, Ministral 3 and Mistral 4 also scale queries by their absolute position.
+    Llama 4, Ministral 3 and Mistral 4 also scale queries by their absolute position, and the largest position of a
+    batch chooses the frequencies of "longrope" and "dynamic".
     """
     text = getattr(model.config, "get_text_config", lambda: model.config)() if hasattr(model, "config") else None
     rope = getattr(text, "rope_parameters", None) or {}
     scales = getattr(text, "attn_temperature_tuning", None) or rope.get("llama_4_scaling_beta")
+    of_layers = [one for one in (rope, *rope.values()) if isinstance(one, dict)]  # kinds of layers may have their own
+    scales = scales or any(one.get("rope_type") in ("longrope", "dynamic") for one in of_layers)
     return not scales and any(name.endswith("rotary_emb") for name, _ in model.named_modules())
 
 

@@ -265,6 +265,9 @@ def _segments_of_row(
         return None
     if torch.compiler.is_compiling():
         return _restarts(positions).expand(batch, -1)
+    if positions.is_inference():  # without a version
+        segments = _unless_one(_restarts(positions))
+        return None if segments is None else segments.expand(batch, -1)
     cached = getattr(positions, _KNOWN, None)  # cached for all layers, since the test synchronises with the device
     if cached is None or cached[0] != positions._version:
         cached = positions._version, _unless_one(_restarts(positions))

@@ -45,7 +45,7 @@ from dta_compile.runtime.owned_frontier import owned_frontier
 from dta_compile.runtime.returned_cache import ReturnedCache
 from dta_compile.runtime.transparent import dense_frontier, no_autocast
 from dta_compile.runtime.upstream_values import noticing_gradients
-from dta_compile.runtime.verification.self_check import check_padding, self_check, verified
+from dta_compile.runtime.verification.self_check import check_padding, may_check_padding, self_check, verified
 from dta_compile.runtime.written_inputs import write
 from dta_compile.torch_compat.tensors import FakeTensor
 
@@ -79,7 +79,7 @@ class Engine:
         self.has_checkpoints = has_checkpoints(captured)
         self.last_plan: Plan | None = None
         self.checked = False
-        self.padding_is_checked = False
+        self.checks_padding, self.padding_is_checked = options.verify != "off", False
         self.is_reported = True  # whether plans go to logs and traces
         self.traced = 0  # number of plans in structured traces
         self.verdict: str | None = None  # of the self-check
@@ -91,6 +91,7 @@ class Engine:
         self.rest: Engine | None = None
         if executable.rest is not None:
             self.rest = Engine(executable.rest, captured, dataclasses.replace(options, verify="off"), ranks=ranks)
+            self.rest.checks_padding = self.checks_padding
 
     def calibration(self, device: torch.device, generated: bool = False) -> Calibration:
         """Return the calibration of this model on a device, for runs with generated code or without it."""
@@ -177,9 +178,16 @@ class Engine:
             frontier = [cache.tensor(i) if value is None else value for i, value in enumerate(values)]
         frontier = noticing_gradients(frontier, self.executable)
         run = Run(call, frontier, self.outputs_of(call, frontier), functools.partial(self.outputs_of, call))
-        if self.options.verify != "off" and self.rest is None and not self.padding_is_checked:
+        if self.checks_padding and not self.padding_is_checked:
             self.padding_is_checked = check_padding(run)  # the rows of the self-check may have none
         return run
+
+    def check_padding_of(self, call: PlannedCall) -> None:
+        """Check a call that is streamed, once, by scoring it: padding must change no output, nor a loss by one."""
+        if self.checks_padding and not self.padding_is_checked and may_check_padding(call):
+            with torch.no_grad():
+                self.run(call.args)
+            self.last_plan = call.plan
 
     def planned(
         self, args: Sequence[Any], mode: str, with_cache: bool = True, layers: LayerGroups | None = None

@@ -27,6 +27,9 @@ class Intercepted(Protocol):
     def planned(self, args: Sequence[Any], mode: str) -> PlannedCall:
         """Run the prologue of a call and plan it; run the self-check where it is due."""
 
+    def check_padding_of(self, call: PlannedCall) -> None:
+        """Check once that padding changes nothing, by scoring a call that is streamed."""
+
 
 # Returns the outputs that the engine returns, or None to let the engine run as usual.
 Handler = Callable[[Intercepted, Sequence[Any]], tuple[Any, ...] | None]

@@ -43,15 +43,21 @@ class FrontierFunction(torch.autograd.Function):
     @torch.compiler.disable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Send gradients to the ranks that computed the rows: zeros, if other ranks alone have gradients."""
-        check_gradients(grads)
         owned: OwnedRows = ctx.owned
-        for number, grad in zip(owned.wanted, grads, strict=True):
-            if owned.frontier[number].is_cache and grad is not None:
-                raise gradient_of_cache(owned.frontier[number])
-        given = owned.group.gather([grad is not None for grad in grads])
+        sums = list[torch.Tensor]()
+
+        def summed() -> list[bool]:
+            check_gradients(grads)
+            for number, grad in zip(owned.wanted, grads, strict=True):
+                if owned.frontier[number].is_cache and grad is not None:
+                    raise gradient_of_cache(owned.frontier[number])
+                sums.append(owned.summed(number, grad, ctx.device))
+            return [grad is not None for grad in grads]
+
+        given = owned.group.gather_checked(summed)
         return None, *(
-            owned.gradient(number, grad, ctx.device) if any(on_rank[i] for on_rank in given) else None
-            for i, (number, grad) in enumerate(zip(owned.wanted, grads, strict=True))
+            owned.gradient(number, sums[i], ctx.device) if any(on_rank[i] for on_rank in given) else None
+            for i, number in enumerate(owned.wanted)
         )
 
     jvp = TreeFunction.jvp

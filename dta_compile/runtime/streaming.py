@@ -128,6 +128,7 @@ class Stream:
         if call.context.ranks.several:
             self.why_whole = "ranks of a tensor-parallel group run the model together, in an order set beforehand"
             return None
+        engine.check_padding_of(call)
         self.call = call
         return tuple(self._output(i, output) for i, output in enumerate(executable.outputs))
 

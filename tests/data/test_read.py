@@ -89,6 +89,24 @@ def test_a_whole_transcript_trains_all_turns_also_where_the_template_changed_the
     assert last == stripped[1:]
 
 
+def test_an_answer_that_the_template_changed_is_not_found_in_its_question(folder, tmp_path):
+    talk = [
+        say("system", "Reply with yes, no or user."),
+        say("user", "Answer yes or no: is 2 even?"),
+        say("assistant", "yes", reasoning_content="2 = 2 * 1"),
+        say("user", "Who answers user, or assistant?"),
+        say("assistant", "assistant", reasoning_content="I do."),
+        say("user", "And 3?"),
+        say("assistant", "no"),
+    ]
+    path = write_lines(tmp_path / "talks.jsonl", [{"messages": talk}])
+    found = read(path, ReadOptions(str(folder), turns="whole"))
+    (one,) = found.sequences
+    text, before = found.tokenizer.decode(one.tokens), [found.tokenizer.decode(one.tokens[:i]) for i, _ in one.spans]
+    assert [text[: len(begin)].endswith("<|im_start|>assistant\n") for begin in before] == [True] * 3
+    assert [words.split("<")[0] for words in trained(found)[0]] == ["yes", "assistant", "no"]
+
+
 def test_tools_and_values_reach_the_template(folder, tmp_path):
     call = {"type": "function", "function": {"name": "look_up", "arguments": json.dumps({"id": 7})}}
     row = {

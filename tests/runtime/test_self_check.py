@@ -358,6 +358,23 @@ def test_a_metric_is_checked_at_the_first_call_that_has_padding(verify, masked):
                 compiled(ids, mask)
 
 
+def test_padding_of_every_batch_of_a_call_is_looked_at():
+    torch._dynamo.reset()
+    model, ids, other = BareLM(), shared_ids(4, 9), shared_ids(3, 7)
+    masks = torch.ones_like(ids, dtype=torch.bool), torch.arange(7) < torch.tensor([[7], [5], [6]])
+
+    def weighted_by_means(ids, mask):
+        found = log_probs(model(ids, mask), ids)
+        return (found * mask[:, 1:]).sum(1) * found.detach().mean(1)
+
+    def function(ids, mask, other, other_mask):
+        return weighted_by_means(ids, mask), weighted_by_means(other, other_mask)
+
+    compiled = dta(function, **SMALL_CHUNKS)
+    with pytest.raises(VerificationError, match=r"output 1 .*depends on padding"):
+        compiled(ids, masks[0], other, masks[1])
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("verify", ["auto", "always"])
 def test_the_last_columns_are_of_tokens_and_their_mean_is_none(verify):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dta_compile
-from dta_compile.errors import RefusalError, RuntimeContractError
+from dta_compile.errors import RefusalError, RuntimeContractError, VerificationError
 from tests.support.tiny import SMALL_CHUNKS, BareLM, after, assert_same, log_probs, shared_ids, weights_like
 
 IDS = shared_ids()
@@ -190,6 +190,35 @@ def test_gradients_outside_of_the_rows_are_sent_once(policy):
     assert_same(actual, after(policy, lambda: step(eager)))
     for hook in hooks:
         hook.remove()
+
+
+def test_losses_of_pairs_of_rows_are_refused(policy):
+    """What is behind a value of an earlier row went backward with that row."""
+    torch.compiler.reset()
+    compiled = torch.compile(lambda ids: log_probs(policy.lm(ids), ids), backend="dta", options=SMALL_CHUNKS)
+    kept = []
+
+    def loss(row, values):
+        kept.append(values.sum())
+        return kept[-1] - kept[0]
+
+    with pytest.raises(RuntimeContractError, match="reads a value of another row"):
+        dta_compile.streaming_step(compiled, loss, IDS)
+
+
+def test_numbers_over_padding_are_refused_as_in_other_calls(policy):
+    torch.compiler.reset()
+    mask = torch.ones_like(IDS, dtype=torch.bool)
+    mask[1, 5:] = False
+
+    def function(ids, mask):
+        values = log_probs(policy.lm(ids, mask), ids)
+        return (values * mask[:, 1:]).sum(1) * values.detach().mean(1)
+
+    compiled = torch.compile(function, backend="dta", options={"chunk_size": 3})
+    dta_compile.streaming_step(compiled, lambda row, value: value, IDS, torch.ones_like(mask))
+    with pytest.raises(VerificationError, match="depends on padding"):
+        dta_compile.streaming_step(compiled, lambda row, value: value, IDS, mask)
 
 
 def test_frozen_models_and_bad_losses(policy):

@@ -53,6 +53,19 @@ def test_entries_taken_along_a_dimension_leave_sizes_free(take, model):
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_numbers_of_sizes_are_as_precise_as_eagers(model):
+    """Times a boolean or an integer, a float is one of the default dtype."""
+
+    def function(ids):
+        x = model.embedding(ids)
+        x = x + (x > 0) * (1000.0 / ids.shape[1]) + ids[..., None] * (10.0 / ids.shape[0])
+        return (model.head(model.mix(x)),)
+
+    compiled = compiled_function(function)
+    for rows, tokens in ((5, 9), (7, 11)):
+        assert_equals_eager(function, compiled, model, shared_ids(rows, tokens))
+
+
 def test_rows_that_the_function_pads_itself(model):
     """How long rows are is known by their sizes alone, whatever the inputs are."""
     padded = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)

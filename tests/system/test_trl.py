@@ -266,9 +266,11 @@ def test_what_is_not_wanted_of_the_head_is_not_computed():
 
 
 def test_positions_count_the_tokens_of_padded_rows():
-    ids, mask = torch.ones(2, 4, dtype=torch.int64), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
+    ids, mask = torch.ones(3, 4, dtype=torch.int64), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [0, 1, 0, 1]])
     found = with_positions({"input_ids": ids, "attention_mask": mask})["position_ids"]
-    assert found.tolist() == [[0, 0, 0, 1], [0, 1, 2, 2]]
+    assert found.tolist() == [[0, 0, 0, 1], [0, 1, 2, 3], [0, 0, 1, 2]], "as far apart as their columns"
+    found = with_positions({"input_ids": ids, "attention_mask": mask}, has_axes=True)["position_ids"]
+    assert found.tolist() == [[0, 0, 0, 1], [0, 1, 2, 2], [0, 0, 0, 1]]
     for others in ({"position_ids": mask}, {"past_key_values": object()}, {"attention_mask": None}):
         inputs = {"input_ids": ids, "attention_mask": mask, **others}
         assert with_positions(inputs) is inputs
@@ -277,6 +279,16 @@ def test_positions_count_the_tokens_of_padded_rows():
 @pytest.mark.parametrize(("name", "relative"), [("qwen3", True), ("gpt2", False), ("llama4", False)])
 def test_positions_are_shifted_only_where_nothing_else_depends_on_them(name, relative):
     assert positions_are_relative(build(name)) == relative
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_positions_are_not_shifted_where_the_largest_one_chooses_frequencies(kind):
+    model = build("qwen3")
+    assert positions_are_relative(model)
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": kind}
+    assert not positions_are_relative(model)
+    model.config.rope_parameters = {"full_attention": {"rope_type": kind}, "other": {"rope_type": "default"}}
+    assert not positions_are_relative(model)
 
 
 def test_compression_apart_and_together():

@@ -1084,6 +1084,70 @@ def test_scores_without_gradients():
     assert dta_compile.last_plan(compiled).stats.compression > 1
 
 
+def by_a_transposed_table(model, q, k, v, pairs):
+    (q, k, v), tokens = by_heads(q, k, v), q.shape[1]
+    index = torch.arange(tokens)
+    table = (index - index[:, None]).double() * -torch.arange(1, HEADS + 1)[:, None, None]  # of key and query
+    hidden = table.masked_fill(index < index[:, None], -torch.inf).mT
+    return (causal(q @ k.mT + hidden) @ v).transpose(1, 2)
+
+
+def by_small_integers(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    index = torch.arange(q.shape[2])
+    return (causal(q @ k.mT - (index[:, None] - index).clamp(min=0).to(torch.uint8)) @ v).transpose(1, 2)
+
+
+def by_an_integer_slope(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    index = torch.arange(q.shape[2])
+    return (causal(q @ k.mT - (index[:, None] - index) * torch.full((), 2.7).long()) @ v).transpose(1, 2)
+
+
+def test_tables_and_numbers_are_read_as_they_are():
+    assert_equals_eager(WrittenLM(by_a_transposed_table, by_small_integers, by_an_integer_slope), shared_ids(5, 9))
+
+
+def by_truth(model, q, k, v, pairs):
+    (q, k, v), index = by_heads(q, k, v), torch.arange(q.shape[1])
+    return (causal(q @ k.mT + (index[:, None] - index < 3)) @ v).transpose(1, 2)
+
+
+def capped_at_zero(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    return (causal(torch.tanh(q @ k.mT) * 0.0) @ v).transpose(1, 2)
+
+
+def cut_by_a_sum_of_truths(model, q, k, v, pairs):
+    (q, k, v), distance = by_heads(q, k, v), steps(q.shape[1])
+    bias = gathered(model, q, distance.clamp(0, 3)).masked_fill((distance < 0) + (distance >= 3), 0.0)
+    return (causal(q @ k.mT + bias) @ v).transpose(1, 2)
+
+
+def of_near_queries(model, q, k, v, pairs):
+    (q, k, v), distance = by_heads(q, k, v), steps(q.shape[1])
+    near = (q[..., :1] * model.scale[:, None, None]).expand(-1, -1, -1, q.shape[2]).masked_fill(distance >= 2, 0.0)
+    return (causal(q @ k.mT + gathered(model, q, distance.clamp(0, 3)) + near) @ v).transpose(1, 2)
+
+
+def shifted_to_a_buffer(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    return ((q @ k.mT - 9000.0 - 9000.0).masked_fill(later, -1e4 * model.bias[0, 0, 0, 0]).softmax(-1) @ v).transpose(
+        1, 2
+    )
+
+
+@pytest.mark.parametrize(
+    "way", [by_truth, capped_at_zero, cut_by_a_sum_of_truths, of_near_queries, shifted_to_a_buffer]
+)
+def test_what_a_softmax_sees_is_not_dropped(way):
+    with pytest.raises(
+        RefusalError, match=r"cannot be proven causal|does not take apart|soft cap of zero|known only at"
+    ):
+        torch.compile(WrittenLM(way), backend="dta", options=OPTIONS)(shared_ids(4, 9))
+
+
 def bidirectional(model, q, k, v, pairs):
     q, k, v = by_heads(q, k, v)
     return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2)

@@ -464,6 +464,18 @@ class ByNumbers(Mixture):
         return out + x
 
 
+class Tossing(Mixture):
+    """Draws a random number for each expert that has tokens."""
+
+    def mix(self, x, weights, chosen):
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mask = (chosen == number).any(-1)
+            if mask.any():
+                out[mask] += expert(x[mask]) * torch.rand(1, dtype=x.dtype)
+        return out
+
+
 class InPython(Loop):
     def of_one(self, out, x, rows, weights, expert):
         for row in rows.tolist():
@@ -540,7 +552,7 @@ REFUSED = {
     IfThereAre: r"graph break.*numel\(\) == 0.*drop the `if`",
     OfAMaskThatChanges: r"graph break.*if some",
     **dict.fromkeys(
-        (Scaling, OfOthers, ByNumbers, Hits, Noting, OfAView, Else, Breaking, OfAnEarlierMask),
+        (Scaling, OfOthers, ByNumbers, Hits, Noting, OfAView, Else, Breaking, OfAnEarlierMask, Tossing),
         r"graph break.*if mask\.any",
     ),
     **dict.fromkeys((LastHit, Yielding), r"graph break.*for number in chosen\.unique.*loop over all of them"),
@@ -559,7 +571,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(
-    "mixture", one_by_one(REFUSED, (IfThereAre, OfAMaskThatChanges, ByNumbers, Breaking, Capacity))
+    "mixture", one_by_one(REFUSED, (IfThereAre, OfAMaskThatChanges, ByNumbers, Breaking, Capacity, Tossing))
 )
 @pytest.mark.sample(1)
 def test_refused(mixture):

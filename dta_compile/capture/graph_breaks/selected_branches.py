@@ -18,10 +18,12 @@ import re
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
 from torch import fx
 
 from dta_compile.capture import dynamo
 from dta_compile.capture.graph_breaks import hit_loops, questions, selections
+from dta_compile.ops.library import is_random
 from dta_compile.passes.program import memory, name_of
 from dta_compile.torch_compat import as_wrapper
 from dta_compile.torch_compat.dynamo import (
@@ -242,6 +244,8 @@ def _does_nothing_over_no_rows(translator: Any, branch: _Branch) -> bool:
         node = node.next
     own = set(nodes)
     for node in nodes:
+        if _draws(node):
+            return False
         for written in selections.written_by(node):
             if written is None or not (_is_new(written, own) or _writes_selected(node, branch.selection)):
                 return False
@@ -253,6 +257,17 @@ def _does_nothing_over_no_rows(translator: Any, branch: _Branch) -> bool:
         if before is not after and before != after and not returns and _is_read(translator, name):
             return False
     return True
+
+
+def _draws(node: fx.Node) -> bool:
+    """Return whether a node draws random numbers although nothing is selected; dropout of no rows draws none."""
+    packet = getattr(torch.ops.aten, name_of(node) or "add", None)
+    by_rows = "dropout" in name_of(node) or name_of(node) == "scaled_dot_product_attention"
+    return (
+        packet is not None
+        and not by_rows
+        and any(is_random(getattr(packet, overload)) for overload in packet.overloads())
+    )
 
 
 def _is_read(translator: Any, name: str) -> bool:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
 from dta_compile.passes.graphs.arguments import argument, dim_of
@@ -65,12 +66,18 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class Meaning:
-    """A value as `factor` times `kind` of logits with a `scaling`; `detached`: no gradient flows through it."""
+    """A value as `factor` times `kind` of logits with a `scaling`.
+
+    Attributes:
+        detached: no gradient flows through it.
+        rounded: it was cast to fewer digits, or computed in 16 bits, so that entries may have become equal.
+    """
 
     kind: Kind
     scaling: Scaling = Scaling()
     factor: float = 1.0
     detached: bool = False
+    rounded: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +101,7 @@ class Reading:
     """
 
     def __init__(self, linear: fx.Node, trained: set[fx.Node]) -> None:
-        self.trained, self.vocabulary = trained, linear.meta["val"].shape[1]
+        self.trained, self.vocabulary, self.dtype = trained, linear.meta["val"].shape[1], linear.meta["val"].dtype
         self.meanings: dict[fx.Node, Meaning] = {}
         self.reductions: list[Reduction] = []
         bias = linear.args[0] if linear.target is aten.addmm.default else None
@@ -122,7 +129,9 @@ class Reading:
             if node.target is aten.logsumexp.default:
                 self.meanings[node] = dataclasses.replace(result.meaning, kind=Kind.LOGSUMEXP)
         elif result is not None:
-            self.meanings[node] = result
+            is_computed = result.kind is not Kind.LOGITS or result.scaling.scales or result.scaling.outer is not None
+            is_rounded = bool(is_computed) and node.meta["val"].dtype.itemsize < 4
+            self.meanings[node] = dataclasses.replace(result, rounded=result.rounded or is_rounded)
         return result is not None
 
     # Rules: the meaning of a node, given the meanings of its arguments; None if it is unknown.
@@ -132,7 +141,9 @@ class Reading:
         if not value.is_floating_point() or value.device != source.device:
             return None
         meaning = self.meanings[node.args[0]]
-        return dataclasses.replace(meaning, detached=meaning.detached or node.target is aten.detach.default)
+        detached = meaning.detached or node.target is aten.detach.default
+        rounded = meaning.rounded or torch.finfo(value.dtype).eps > torch.finfo(source.dtype).eps
+        return dataclasses.replace(meaning, detached=detached, rounded=rounded)
 
     def _reshape(self, node: fx.Node) -> Meaning | None:
         """Keep the meaning if a reshape only adds or removes dimensions of size one."""
@@ -206,11 +217,11 @@ class Reading:
         left, right = node.args
         value, bias = (left, right) if left in self.meanings else (right, left)
         meaning = self.meanings[value]
-        first = meaning.kind is Kind.LOGITS and meaning.scaling == Scaling()
+        first = meaning == Meaning(Kind.LOGITS)
         if not first or not isinstance(bias, fx.Node) or tuple(bias.meta["val"].shape) != (self.vocabulary,):
             return None
         last = self.vocabulary_dim(value) == value.meta["val"].dim() - 1
-        unchanged = value.meta["val"].dtype == bias.meta["val"].dtype == node.meta["val"].dtype
+        unchanged = self.dtype == value.meta["val"].dtype == bias.meta["val"].dtype == node.meta["val"].dtype
         return dataclasses.replace(meaning, scaling=Scaling(bias)) if last and unchanged else None
 
     def _subtract(self, node: fx.Node) -> Meaning | None:
@@ -264,16 +275,28 @@ class Reading:
     def _largest(self, node: fx.Node) -> Reduction | None:
         """Read the argmax of log-probs or probabilities as that of the logits."""
         meaning, dims = self.meanings[node.args[0]], node.args[1:2]
-        rises = meaning.kind in GATHERED and meaning.factor > 0
-        over = rises and isinstance(dims[0] if dims else None, int) and self._is_over_vocabulary(node.args[0], [*dims])
+        over = (
+            self._rises(node.args[0])
+            and isinstance(dims[0] if dims else None, int)
+            and self._is_over_vocabulary(node.args[0], [*dims])
+        )
         return Reduction(node, meaning) if over else None
 
     def _top(self, node: fx.Node) -> Reduction | None:
         """Read their largest entries as those of the logits, whose values are gathered by index."""
         meaning, is_largest = self.meanings[node.args[0]], argument(node, "largest") is not False
-        rises = meaning.kind in GATHERED and meaning.factor > 0 and is_largest
-        fits = rises and isinstance(node.args[1], int) and self._is_over_vocabulary(node.args[0], [dim_of(node)])
+        fits = (
+            self._rises(node.args[0])
+            and is_largest
+            and isinstance(node.args[1], int)
+            and self._is_over_vocabulary(node.args[0], [dim_of(node)])
+        )
         return Reduction(node, meaning) if fits else None
+
+    def _rises(self, value: fx.Node) -> bool:
+        """Return whether a value rises with the logits, entry by entry, and none became equal."""
+        meaning = self.meanings[value]
+        return meaning.kind in GATHERED and meaning.factor > 0 and not meaning.rounded
 
     def _kind(self, node: fx.Node) -> Kind | None:
         meaning = self.meanings.get(node.args[0])

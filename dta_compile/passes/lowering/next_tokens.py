@@ -26,7 +26,15 @@ from dta_compile.ops.mixer import MIXERS
 from dta_compile.ops.scoring import UNSCALED, Scoring
 from dta_compile.passes.axes.layouts import batch_and_tokens, mixer_calls
 from dta_compile.passes.graphs.arguments import Slice, dim_of, slice_of
-from dta_compile.passes.graphs.nodes import SizeNodes, call, column, descendants, erase_unused, is_pointwise
+from dta_compile.passes.graphs.nodes import (
+    SizeNodes,
+    call,
+    column,
+    descendants,
+    erase_unused,
+    filled_with,
+    is_pointwise,
+)
 from dta_compile.passes.graphs.operators import (
     CASTS,
     COPIES,
@@ -74,6 +82,9 @@ def resized(
     Raises:
         CannotResize: a size is no polynomial, or the result has others than with this number in the place of the old.
     """
+
+    if node.target in takes_sizes and isinstance(filled_with(node), fx.Node):
+        raise CannotResize  # filled with a size
 
     def new(arg: fx.Node) -> Any:
         if has_tensor(arg):

@@ -129,6 +129,8 @@ def _whole(
             value = shifts.assembled(node, 0)
     except _NoShift:
         return None
+    if value.node.meta["val"].dtype != node.meta["val"].dtype:
+        return None
     while (last := last.next) is not node:
         last.meta = {**node.meta, **last.meta}
     is_part = node.target is aten.slice.Tensor  # may cut off what was put in front
@@ -185,6 +187,12 @@ class _Shifts:
 
     def at(self, node: fx.Node, offset: int) -> _Extended:
         """Return a value of all tokens whose entry `t + offset` is entry `t` of a node; raises `_NoShift`."""
+        value = self._at(node, offset)
+        # A number in the place of a filled tensor has no dimensions, and makes no other operand wider.
+        self._require(value.node.meta["val"].dtype == node.meta["val"].dtype)
+        return value
+
+    def _at(self, node: fx.Node, offset: int) -> _Extended:
         if self._is_of_no_token(node):
             return _Extended(node)
         if isinstance(filler := filled_with(node), (int, float)):
@@ -229,7 +237,9 @@ class _Shifts:
             return self._transposed(node, offset)
         if target is aten.index_select.default:
             self._require(args[1] % node.meta["val"].dim() == self._dim(node) and self._size(args[0]) == self.tokens)
-            return self.at(args[0], offset + self._rolled_by(args[2]))
+            count = offset + self._rolled_by(args[2])
+            rolled = self.at(args[0], count)
+            return _Extended(rolled.node, max(rolled.begin, count))
         if target in (aten.slice_scatter.default, aten.select_scatter.default):
             return self._written(node, offset)
         if target in RESHAPES:
@@ -355,11 +365,17 @@ class _Shifts:
         *first, last = node.args[0]
         counts = [self._size(part) for part in first]
         self._require(all(count.is_Integer for count in counts))
-        value = self.at(last, offset + int(sum(counts)))
+        dtype = node.meta["val"].dtype
+        value = self._cast(self.at(last, offset + int(sum(counts))), dtype)
         for i in reversed(range(len(first))):
-            part = self.at(first[i], offset + int(sum(counts[:i])))
+            part = self._cast(self.at(first[i], offset + int(sum(counts[:i]))), dtype)
             value = self._first(offset + int(sum(counts[: i + 1])), part, value)
         return value
+
+    def _cast(self, value: _Extended, dtype: torch.dtype) -> _Extended:
+        if value.node.meta["val"].dtype is dtype:
+            return value
+        return _Extended(call(self.graph, aten._to_copy.default, value.node, dtype=dtype), value.begin)
 
     def _written(self, node: fx.Node, offset: int) -> _Extended:
         """Apply a write to the first entries of a value, or to all from some entry on."""

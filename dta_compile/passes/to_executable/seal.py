@@ -23,6 +23,7 @@ from dta_compile.executable import executable
 from dta_compile.executable.chunk import ChunkGraphs
 from dta_compile.executable.code import Code
 from dta_compile.executable.executable import (
+    OF_SEVERAL_BATCHES,
     ChunkInput,
     Comparison,
     Executable,
@@ -265,7 +266,7 @@ def _why_incomparable(program: Program) -> str:
         if target in COLLECTIVES or "c10d" in str(getattr(target, "namespace", "")):
             return f"{target} waits for other ranks"
     if any(layer.mask is not None for batch in programs_of(program)[1:] for layer in batch.attention):
-        return "it runs the model on batches of several sizes, with masks of their own"
+        return OF_SEVERAL_BATCHES
     return "it indexes by rounded values" if indices_from_values(program) else ""
 
 

@@ -57,8 +57,9 @@ class Encoder(MethodCall):
         self._form: Form | None = None
         self._one_by_one = False  # since the method does not say which features are of which unit
         self._bytes_per_row: float | None = None  # that autograd keeps, by rows of the first argument
-        # By training modes of the modules that the method calls: kinds of units that were compared, up to 2.
-        self._looked_at: dict[tuple[bool, ...], int] = {}
+        # By training modes and floats, such as the `p` of dropout, of the modules that the method calls: kinds of units
+        # that were compared, up to 2.
+        self._looked_at: dict[tuple[tuple[float, ...], ...], int] = {}
 
     @property
     def form(self) -> Form:
@@ -203,9 +204,10 @@ class Encoder(MethodCall):
     def _look(self, tensors: Tensors, batch: Batch | None, first: Sequence[int], kinds: Sequence[int]) -> None:
         """Check that features are not random, and that units do not depend on each other.
 
-        This is done for the first call in a training mode, and for the first one with several kinds of units.
+        This is done for the first call with these settings, and for the first one with several kinds of units.
         """
-        mode = tuple(part.training for module in self._modules() for part in module.modules())
+        parts = (self.module, *(part for module in self._modules() for part in module.modules()))
+        mode = tuple(tuple(x for x in vars(part).values() if isinstance(x, (bool, float))) for part in parts)
         if min(len(first), 2) <= self._looked_at.get(mode, 0):
             return
         if refusal := self._refusal_of(False, self._modules()):

@@ -58,13 +58,17 @@ class OwnedRows:
         buffer.values.index_copy_(0, places, moved)
         return self.layout.expand(number, buffer)
 
-    def gradient(self, number: int, grad: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-        """Sum the gradient of a dense value onto head rows, over all ranks; return that of the computed rows."""
-        value = self.frontier[number]
-        buffer = gradient_buffer(AllRows, value, len(self.routes.owned), device)
+    def summed(self, number: int, grad: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+        """Sum the gradient of a dense value onto this rank's own head rows."""
+        buffer = gradient_buffer(AllRows, self.frontier[number], len(self.routes.owned), device)
         if grad is not None:
             self.layout.add_gradient(number, buffer, grad)
-        places, moved = self._moved(buffer.values, self.routes.returned.back)
+        return buffer.values
+
+    def gradient(self, number: int, summed: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Sum such sums over all ranks, which call this together; return the gradient of the computed rows."""
+        value = self.frontier[number]
+        places, moved = self._moved(summed, self.routes.returned.back)
         shape = (len(self.routes.computed), *value.features)
         total = torch.zeros(shape, dtype=statistics_dtype(value.dtype), device=device)
         return total.index_add_(0, places, moved).to(value.dtype)

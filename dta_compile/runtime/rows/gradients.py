@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from dta_compile.errors import RuntimeContractError
 from dta_compile.torch_compat.autograd import sequence_number
 
 Edge = tuple[Node, int]
@@ -19,13 +20,14 @@ class RowGradients:
 
     The graph of a row ends at leaves (such as parameters) and at autograd nodes made before the row. Backward behind
     these nodes runs once, after the last row, so that hooks see the gradient of the whole batch. If one of the nodes is
-    behind another, the backward of each row goes on to the leaves instead.
+    behind another, the backward of each row goes on to the leaves instead. Nodes of an earlier row are refused: what is
+    behind them has gone backward for that row, and is gone.
     """
 
     def __init__(self) -> None:
         self._sums: dict[Edge, torch.Tensor] = {}
         self._behind: dict[Node, set[Node]] = {}
-        self._first_of_row = 0
+        self._first_of_rows = self._first_of_row = sequence_number()
 
     def begin_row(self) -> None:
         """Mark autograd nodes that are made from now on as nodes of the row."""
@@ -37,6 +39,13 @@ class RowGradients:
         edges = {get_gradient_edge(leaf)[:2] for leaf in own}
         start = get_gradient_edge(loss)[:2]
         ends = _ends(start, lambda node: _is_leaf(node) or node._sequence_nr() < self._first_of_row)
+        if any(self._first_of_rows <= node._sequence_nr() for node, _ in ends if not _is_leaf(node)):
+            raise RuntimeContractError(
+                "the loss of a row reads a value of another row, with its gradient",
+                expected="losses that read the row they are given, and values from before the step",
+                got="a graph that goes on into that of an earlier row",
+                hint="detach the value (a baseline); take losses of several rows (pairs) from a whole call's outputs",
+            )
         overlap = self._has_one_behind_another(ends)
         if overlap:
             ends = _ends(start, _is_leaf)

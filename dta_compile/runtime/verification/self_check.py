@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ from torch import fx
 
 from dta_compile.errors import DTAError, VerificationError
 from dta_compile.executable.as_captured import as_captured
-from dta_compile.executable.executable import Executable
+from dta_compile.executable.executable import OF_SEVERAL_BATCHES, Executable
 from dta_compile.ops.feature_tables import part_of_batch
 from dta_compile.runtime.calls.planned_call import PlannedCall, Run
 from dta_compile.runtime.measure.budget import default_budget
@@ -115,12 +116,20 @@ def check_padding(run: Run) -> bool:
         VerificationError: naming the output.
     """
     size = sum(itertools.compress((value.nbytes for value in run.frontier), run.call.wanted))
-    if _not_comparable(run.call) or COPIES * size > default_budget(run.call.device):
+    reason = _not_comparable(run.call)
+    if (reason and reason != OF_SEVERAL_BATCHES) or COPIES * size > default_budget(run.call.device):
         return False
     probe = Probe(run)
     for i in range(len(run.outputs)):
         probe.require_no_padding(i)
     return probe.has_padding
+
+
+def may_check_padding(call: PlannedCall) -> bool:
+    """Return whether a call has padding, and all of its frontier values fit into memory for `check_padding`."""
+    valid = call.alone.layout.valid
+    of_token = sum(math.prod(value.features) * value.dtype.itemsize for value in call.executable.frontier)
+    return not valid.all() and COPIES * valid.size * of_token <= default_budget(call.device)
 
 
 def _self_check(

@@ -530,6 +530,39 @@ def test_other_uses_of_the_logits_are_left_alone(name):
     assert not heads_of(compare(build(), spelling, outputs=2 if two else 1))
 
 
+class WithLateBias(BareLM):
+    """A trained bias that is added to logits without a gradient, or to narrower ones."""
+
+    def __init__(self, is_wider):
+        super().__init__()
+        self.bias = nn.Parameter(1e3 + torch.linspace(0, 3, VOCABULARY).double().sin())
+        self.is_wider = is_wider
+
+    def forward(self, ids, mask=None):
+        hidden, weight = self.hidden(ids, mask), self.head.weight
+        if self.is_wider:
+            return F.linear(hidden.float(), weight.float()).double() + self.bias
+        return F.linear(hidden, weight).detach() + self.bias + 0 * hidden.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("is_wider", [False, True])
+def test_a_bias_behind_a_cast_or_a_detached_value_is_none_of_the_layer(is_wider):
+    compare(WithLateBias(is_wider), log_softmax, tolerance=1e-6 if is_wider else EXACT)
+
+
+def test_entries_that_rounding_makes_equal_are_as_large_as_each_other():
+    model = BareLM()
+    with torch.no_grad():
+        pairs = model.head.weight[: VOCABULARY // 2 * 2]
+        pairs[1::2] = pairs[::2] * (1 + 1e-6)
+
+    def largest(z, y):
+        rounded = (z / 2).bfloat16().softmax(-1)
+        return z.logsumexp(-1), z.bfloat16().argmax(-1).double(), rounded.max(-1).indices.double()
+
+    compare(model, largest, outputs=3)
+
+
 def test_a_sum_of_entries_that_are_cut_off_is_left_alone():
     def cut_off(z, y):
         return log_softmax(z, y), (9 * z.detach()).sum(-1, dtype=torch.int64).double()

@@ -240,6 +240,15 @@ def test_a_shift_of_detached_values_gives_them_no_gradient():
     check(Shifting(detached), shared_ids())
 
 
+def test_a_wider_first_token_makes_all_wider():
+    def widened(x, g):
+        return x + torch.cat([torch.zeros(len(x), 1, WIDTH, dtype=x.dtype), (x * g).bfloat16()[:, :-1]], 1) / 3
+
+    model, ids = Shifting(widened), shared_ids()
+    compiled = torch.compile(model, backend="dta", options=OPTIONS)
+    torch.testing.assert_close(compiled(ids), model(ids), rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("shift", [added, gated_by_a_layer])
 def test_shifts_of_one_row(shift):
     check(Shifting(shift), shared_ids(1))
@@ -300,6 +309,11 @@ def convolved_over_the_whole_row(x, g):
     return x + g * F.conv1d(F.pad(x.transpose(1, 2), (x.shape[1] - 1, 0)), taps, groups=WIDTH).transpose(1, 2)
 
 
+def gated_by_a_roll(x, g):
+    gate = F.pad((x.detach().sum(-1, keepdim=True) > 0).to(x.dtype), (0, 0, 1, -1)).roll(1, 1)
+    return torch.cat([x[:, :1] * gate[:, :1], x[:, 1:] * gate[:, 1:]], 1)
+
+
 def convolved_with_more_channels(x, g):
     y = F.conv1d(F.pad(x.transpose(1, 2), (2, 0, 0, 2)), kernel(g, WIDTH + 2, 1, 3), groups=WIDTH + 2)
     return x + y[:, :-2].transpose(1, 2)
@@ -309,6 +323,7 @@ def convolved_with_more_channels(x, g):
     "shift",
     [
         convolved_with_more_channels,
+        gated_by_a_roll,
         joined_backwards,
         written_backwards,
         rolled_alone,

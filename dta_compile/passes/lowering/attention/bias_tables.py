@@ -19,7 +19,7 @@ from torch import fx
 
 from dta_compile.ops.distances import BY_DEPTH, ENTRIES_BY_DISTANCE, HIDDEN_PAIRS
 from dta_compile.passes.axes.shape_rules import Labels, labels_in
-from dta_compile.passes.graphs.arguments import indices_of, slice_of, where_of
+from dta_compile.passes.graphs.arguments import argument, indices_of, slice_of, where_of
 from dta_compile.passes.graphs.nodes import call, constructed, filled_with, is_float
 from dta_compile.passes.graphs.operators import RANGES, RESHAPES, SUMS, aten
 from dta_compile.passes.graphs.source_lines import where
@@ -67,7 +67,9 @@ class Tables(Distances):
         parts = super().split(node, labels)
         if parts is not None or not self._is_table(node, labels) or not self._differs_by_head(node, labels):
             return parts
-        hidden = call(self.graph, HIDDEN_PAIRS, node, labels.index("q"), labels.index("k"), FORBIDDEN, CERTAIN)
+        query, key = labels.index("q"), labels.index("k")
+        hidden = call(self.graph, HIDDEN_PAIRS, node, query, key, FORBIDDEN, CERTAIN)
+        hidden = hidden if query < key else call(self.graph, aten.transpose.int, hidden, 0, 1)
         for dim, label in enumerate(labels):
             hidden = hidden if label else call(self.graph, aten.unsqueeze.default, hidden, dim)
         dtypes = {node.meta["val"].dtype, self.dtype}
@@ -161,6 +163,8 @@ class Tables(Distances):
         """
         if node.target not in (aten.index.Tensor, aten.embedding.default):
             return None
+        if node.target is aten.embedding.default and argument(node, "padding_idx") not in (None, -1):
+            return None  # the row without a gradient is one of the embedding
         source, ((dim, index), *others) = node.args[0], indices_of(node).items()
         own = labels[dim : dim + len(sizes(index))]
         if others or own not in (("q", "k"), ("k", "q"), ("qk",), ("kq",)) or over(labels) != over(own):

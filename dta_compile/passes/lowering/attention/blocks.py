@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from dta_compile.passes.graphs.arguments import argument, slice_of, where_of
-from dta_compile.passes.graphs.nodes import SizeNodes, call, constructed
+from dta_compile.passes.graphs.nodes import SizeNodes, call, constructed, is_float
 from dta_compile.passes.graphs.operators import CASTS, COPIES, RESHAPES, aten
 from dta_compile.passes.lowering.attention.factors import Mismatch, number_of
 from dta_compile.passes.symbols import expression, sizes
@@ -78,7 +78,7 @@ class Blocks:
             self._force(node, *fill)
         elif self.size == 1 and self.forced is None:
             return False
-        elif node.target not in CASTS | COPIES:
+        elif node.target not in CASTS | COPIES or not is_float(node):
             raise Mismatch(f"{node.target} of the scores of blocks")
         return True
 

@@ -39,7 +39,7 @@ from dta_compile.passes.lowering.attention.factors import (
 )
 from dta_compile.passes.lowering.attention.recognise import SCORE_PRODUCTS
 from dta_compile.passes.lowering.attention.rewrite import Rewrite
-from dta_compile.passes.lowering.attention.scores import Scores
+from dta_compile.passes.lowering.attention.scores import Scores, is_added
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import expression, sizes, value_of
 from dta_compile.torch_compat.sizes import Min
@@ -224,9 +224,12 @@ class _Choice:
             raise Mismatch("a choice over other dimensions than sequences, heads, queries and keys")
         if attention.kv_heads not in ([], heads):
             raise Mismatch("index keys that several heads share")
-        if self.blocks.forced is not None and (scores.shift or scores.by):
+        is_shifted = scores.shift or scores.by or any(is_added(mask) and not mask.has(last) for mask in scores.masks)
+        if self.blocks.forced is not None and is_shifted:
             raise Mismatch("numbers beside scores that are scaled by several numbers, or shifted")
         rewrite = Rewrite(arranger, attention, self.topk, weights, {})
+        if any(map(rewrite.is_of_keys, scores.masks)):
+            raise Mismatch("a bias by head and key of scores that keys are chosen by")
         query, scale = rewrite._scaled_query()
         keys = arranger.arrange(attention.keys, [batch, attention.kv_heads, [last], leaves(scores.depth)])
         dims = [batch, heads, [token], list[Any]()]

@@ -226,8 +226,8 @@ class Distances:
         zero = sympy.Integer(0)
         if node.target in RANGES:
             return _range(node, labels)
-        if isinstance(number := filled_with(node), (int, float)):
-            return zero, zero, sympy.sympify(number)
+        if isinstance(filled_with(node), (int, float)) and (number := number_of(node)) is not None:
+            return zero, zero, sympy.Integer(int(number)) if number.is_integer() else sympy.sympify(number)
         if (moved := self._source(node, labels)) is not None:
             return self._affine(*moved)
         if node.target in CLAMPS | {aten.abs.default}:

@@ -116,8 +116,10 @@ class Profiles(Distances):
         profile = self._slope(kept, labels_in(kept, labels))
         is_zero = [value is hides for value in function.values]
         count = is_zero.index(True) if True in is_zero else None
-        if not isinstance(profile, fx.Node) or count is None:
+        if count is None:
             return profile
+        if not isinstance(profile, fx.Node):  # what the softmax cancels if it is there for all keys
+            return None
         axis = labels.index("k")
         if not all(is_zero[count:]) or not 0 < count <= int(sizes(profile)[axis]):
             return None
@@ -155,6 +157,8 @@ class Profiles(Distances):
             return left.joined(right, OF_TRUTH[node.target]) if is_bool else None
         if added is not None:
             sign = added[2]
+            if node.meta["val"].dtype is torch.bool:
+                return None
             return left.joined(right, lambda a, b: a + sign * b, left.slope + sign * right.slope)
         less = left.joined(right, operator.sub, left.slope - right.slope)
         settled = less.until(lambda value: value * less.slope > 0)

@@ -75,7 +75,7 @@ class Rewrite:
         if not self.biases:
             scores.masks += of_queries
             of_queries = []
-        biases = [*self.biases, *(mask for mask in scores.masks if self._is_of_keys(mask))]
+        biases = [*self.biases, *(mask for mask in scores.masks if self.is_of_keys(mask))]
         profiles, tables = self._split(Profiles), self._split(self.tables)
         if profiles and tables:
             raise Mismatch("biases by query and distance, and others by the distance alone")
@@ -167,7 +167,7 @@ class Rewrite:
             queries, every = [*features[0], *queries], [*features[1], *every]
         return self.call(aten.cat.default, queries, -1), self.call(aten.cat.default, every, -1)
 
-    def _is_of_keys(self, mask: Arranged) -> bool:
+    def is_of_keys(self, mask: Arranged) -> bool:
         """Return whether a mask is a bias by head and key alone, which `Masking` cannot express.
 
         A learned one is excluded: it may hide keys, by numbers so large that scores are rounded away.
@@ -280,7 +280,7 @@ class Rewrite:
         scores, key = self.attention.scores, self.attention.key
         if any(value.has(key) for value in scores.constant):
             raise Mismatch("a bias that depends on the key beside sinks")
-        parts = [mask for mask in scores.masks if not self._is_of_keys(mask)]
+        parts = [mask for mask in scores.masks if not self.is_of_keys(mask)]
         biases = [part for part in parts if is_added(part) and part.has(key)]
         for part in [*scores.masks, *scores.constant]:
             if is_added(part) and not part.has(key) and not self._is_trained_otherwise(part.base):
@@ -293,7 +293,8 @@ class Rewrite:
             added = cast(added, dtype)
         filler = max(scores.filler, torch.finfo(dtype).min) if scores.filler > CERTAIN else -math.inf
         by_query = (part for part in scores.shifts if not part.has(key))
-        if filler > -math.inf and not all(self.biases and self._learned(part.base) for part in by_query):
+        is_finite = filler > -math.inf or scores.has_unknown_filler
+        if is_finite and not all(self.biases and self._learned(part.base) for part in by_query):
             raise Mismatch(f"a bias by query of scores that {filler:g} then hides from each other")
         if filler > -math.inf and added is not None:  # a lower bound of scores
             added = self.call(aten.clamp_min.default, added, filler)

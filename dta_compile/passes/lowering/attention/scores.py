@@ -70,6 +70,7 @@ class Scores:
         filler: largest number that replaced scores, minus the `shift` that they had then.
         shift: number added to all scores.
         shifts: tensors that were added before scores were replaced.
+        has_unknown_filler: a number known only at the call replaced scores.
         further: scores of further features that were added.
         path_to: returns the path from a product of activations to a node computed from it; None for other nodes.
     """
@@ -90,6 +91,7 @@ class Scores:
     filler: float = -math.inf
     shift: float = 0.0
     shifts: list[Arranged] = dataclasses.field(default_factory=list)
+    has_unknown_filler: bool = False
     further: list[Scores] = dataclasses.field(default_factory=list)
     path_to: PathTo = lambda _: None
 
@@ -156,6 +158,8 @@ class Scores:
             raise Mismatch("masked scores of the other sign")
         if self.sinks is not None:
             raise Mismatch("a scale of scores that have sinks already")
+        if number == 0 and self.cap is not None:
+            raise Mismatch("a soft cap of zero")
         if self.filler > -math.inf:
             self._forbid(self.filler * number)
         self.shift *= number
@@ -191,7 +195,11 @@ class Scores:
         if (path := self.path_to(other)) is not None:
             self._join_features(Scores.along(path, self.path_to), node)
             return
+        if other.meta["val"].dtype is torch.bool:  # zeros and ones, no mask
+            other = call(node.graph, aten._to_copy.default, other, dtype=node.meta["val"].dtype)
         if node.target in DIFFERENCES:
+            if not other.meta["val"].is_floating_point():  # small integers wrap
+                other = call(node.graph, aten._to_copy.default, other, dtype=torch.int64)
             other = call(node.graph, aten.neg.default, other)
         (self.masks if self.sinks is None else self.constant).append(self.beside(other, node))
 
@@ -216,6 +224,10 @@ class Scores:
         filler = value if fills_where_true else other
         number, graph = number_of(filler), node.graph
         if number is None:  # known only at the call, which tests the mask
+            if self.shift:
+                raise Mismatch("scores that are shifted, then replaced by a number known only at the call")
+            self.has_unknown_filler = True
+            self.shifts += filter(is_added, self.masks)
             zeros, poison = (call(graph, aten.full_like.default, filler, number) for number in (0.0, 1.0))
             forbids = call(graph, aten.le.Scalar, filler, FORBIDDEN)
             never = call(graph, aten.where.self, forbids, filler, poison)  # 1.0 fails the call's test of its masks

@@ -296,7 +296,7 @@ class _Spreading:
             return False
         coordinates, value = self.coordinates[source], node.meta["val"]
         dims = len(sizes(coordinates.mask))
-        if node.target in COPIES or (node.target in CASTS and not value.is_floating_point()):
+        if node.target in COPIES or (node.target in CASTS and value.dtype in (torch.int32, torch.int64)):
             self.coordinates[node] = coordinates
         elif is_item(node) and source.target is aten.unbind.int:
             self.coordinates[node] = dataclasses.replace(coordinates, column=node.args[1] % dims)

@@ -105,6 +105,15 @@ def test_images_that_depend_on_more_than_themselves_are_refused(model, why):
         encoder.distinct(*tensors)
 
 
+def test_dropout_that_is_raised_later_is_refused():
+    model, pixels = Model(layer=nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.0)).double()), torch.ones(4, 3).double()
+    encoder, tensors = encoder_of(model, {"pixel_values": pixels})
+    encoder.distinct(*tensors)
+    model.layer[1].p = 0.5
+    with pytest.raises(RefusalError, match="random"):
+        encoder.distinct(*tensors)
+
+
 def test_images_are_encoded_one_by_one_where_features_do_not_say_their_image():
     """Features of all images in one tensor (Voxtral), and more entries for an image than one."""
     pixels = torch.randn(2, 3, dtype=torch.float64)[[0, 1, 0]]

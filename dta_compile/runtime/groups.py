@@ -179,7 +179,8 @@ class GroupRun:
             chunk, place = divmod(position, len(part.reads))
             so_far = self.gradients.setdefault(part.reads[place], list(nothing))
             before = so_far[chunk]
-            so_far[chunk] = gradient if before is None or gradient is None else before + gradient
+            if gradient is not None:  # a part without a gradient leaves that of other readers
+                so_far[chunk] = gradient if before is None else before + gradient
         return results[run.received :]
 
     def _received(self, part: Part) -> list[torch.Tensor]:

@@ -290,6 +290,14 @@ def test_every_query_reads_the_keys_chosen_for_it(model, options):
     assert_equal(measure(compiled, model, batch, loss, ids_and_mask), other, EXACT)
 
 
+def test_groups_of_subtrees_keep_gradients_of_what_an_index_reads_too():
+    """The index has none, and goes backward after attention."""
+    model, batch = Sparse(), make_batch(rollouts(V))
+    loss, options = random_loss(batch, V), {"sweep": "stages", "groups": 2, "memory_budget": 0}
+    expected = reference(model, batch, loss, ids_and_mask)
+    assert_equal(measure(compiled_with(model, **options), model, batch, loss, ids_and_mask), expected, EXACT)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("chunk_size", "window"), [(3, None), (64, None), (64, KEYS - 1)])
 def test_branches_of_the_tree_choose_keys_of_their_own(monkeypatch, chunk_size, window):

@@ -261,13 +261,11 @@ def _does_nothing_over_no_rows(translator: Any, branch: _Branch) -> bool:
 
 def _draws(node: fx.Node) -> bool:
     """Return whether a node draws random numbers although nothing is selected; dropout of no rows draws none."""
-    packet = getattr(torch.ops.aten, name_of(node) or "add", None)
-    by_rows = "dropout" in name_of(node) or name_of(node) == "scaled_dot_product_attention"
-    return (
-        packet is not None
-        and not by_rows
-        and any(is_random(getattr(packet, overload)) for overload in packet.overloads())
-    )
+    name = name_of(node)
+    if not name or "dropout" in name or name == "scaled_dot_product_attention":
+        return False
+    packet = getattr(torch.ops.aten, name, None)
+    return packet is not None and any(is_random(getattr(packet, overload)) for overload in packet.overloads())
 
 
 def _is_read(translator: Any, name: str) -> bool:

@@ -1,6 +1,7 @@
 """Cost of memory: steps at budgets between nothing saved and all saved, against checkpointed rivals.
 
-    python -m benchmarks.budgets [--trees short,mid,long] [--rollouts FOLDER] [--repetitions 5] [--json OUT]
+    python -m benchmarks.budgets [--trees short,mid,long] [--rollouts FOLDER] [--shares 0.25,0.5,0.75]
+                                 [--no-rivals] [--repetitions 5] [--json OUT]
 
 All methods run in turns in one process. `line` interpolates the step time linearly in the saved activations, between
 nothing and all saved. `at equal memory` saves nothing, in the largest chunks with which a step takes no more memory
@@ -35,7 +36,6 @@ from benchmarks.methods.ours import compile_logprobs, finish_generating, replan
 from benchmarks.methods.steps import Step, rectangle_of
 from dta_compile.plan import Plan
 
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # fractions of the activations that are saved
 ALL = 2**50
 RIVALS = {"checkpoint": checkpoint, "sparse-checkpoint": sparse_checkpoint}
 EQUAL = "at equal memory"
@@ -50,8 +50,12 @@ def long_tree() -> Workload:
     return Workload("long", "trees", "16 sequences of 9,000 tokens", VOCABULARY, sequences)
 
 
-def measure(workload: Workload, repetitions: int, rivals_too: bool) -> dict[str, Any]:
-    """Measure median seconds, bytes that are allocated and predicted, and the plan of every method."""
+def measure(workload: Workload, repetitions: int, shares: list[float], rivals_too: bool) -> dict[str, Any]:
+    """Measure median seconds, bytes that are allocated and predicted, and the plan of every method.
+
+    Args:
+        shares: fractions of the activations that are saved, besides 0 and 1.
+    """
     torch.compiler.reset()
     model = build_model(workload.vocabulary)
     function, _ = compile_logprobs(model, "budgets", "dta", {"memory_budget": ALL, "verify": "off"})
@@ -95,7 +99,7 @@ def measure(workload: Workload, repetitions: int, rivals_too: bool) -> dict[str,
     for share in options:
         try_out(share)
     least, most = (plans[share].estimates.peak_bytes or 0 for share in (0.0, 1.0))
-    for share in SHARES[1:-1]:
+    for share in shares:
         options[share] = {"memory_budget": int(share * (most - least))}
         try_out(share)
     for size, sweep in itertools.product(SIZES, ("stages", "chunks")) if rivals else ():
@@ -139,6 +143,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trees", default="short,mid,long", help="default: %(default)s")
     parser.add_argument("--rollouts", type=Path, help="folder of rollout files, whose names may be given as trees")
+    parser.add_argument("--shares", default="0.25,0.5,0.75", help="of activations to save; default: %(default)s")
+    parser.add_argument("--no-rivals", action="store_true", help="measure ours alone")
     parser.add_argument("--repetitions", type=int, default=5, help="timed steps of each way (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--json", metavar="OUT", help="write the figures to OUT")
@@ -146,6 +152,7 @@ def main() -> int:
     torch.set_num_threads(arguments.threads)
     counting()
     names = arguments.trees.split(",")
+    shares = [float(share) for share in arguments.shares.split(",") if share]
     folder = arguments.rollouts
     files = [name for name in names if folder is not None and (folder / f"{name}.npz").exists()]
     known = catalogue(folder, files, MOST_TOKENS)
@@ -155,7 +162,7 @@ def main() -> int:
     results = []
     console = Console(width=max(Console().width, TABLE_WIDTH))
     for name in names:
-        results.append(measure(builders[name](), arguments.repetitions, rivals_too=name != "long"))
+        results.append(measure(builders[name](), arguments.repetitions, shares, not arguments.no_rivals))
         show(results[-1], console)
     if arguments.json:
         facts = {"threads": arguments.threads, "repetitions": arguments.repetitions, "torch": torch.__version__}

@@ -2,6 +2,7 @@
 
     python -m benchmarks.layers [--methods ours,packed,eager] [--layers 24,64] [--dtypes bfloat16] [--repetitions 1]
     python -m benchmarks.layers --ranks 4       # gloo, FSDP2 on every layer; "whole" gathers all of it at once
+    python -m benchmarks.layers --ranks 2 --methods ours,whole --in-turns --repetitions 9       # seconds alone
 
 A line each: growth of resident memory, bytes that are allocated at their peak, what the plan predicted,
 gathers and reductions a step, median seconds. Every method runs in a process of its own, after a step on another batch
@@ -103,21 +104,51 @@ class Counted:
         return self.function(*args, **kwargs)
 
 
-def measure(arguments: argparse.Namespace) -> None:
-    """Measure one method in this process and print its line, on the first rank."""
-    torch.set_num_threads(arguments.threads)
-    counting()
-    if arguments.ranks > 1:
-        dist.init_process_group("gloo")
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    rows = arguments.rows if arguments.ranks > 1 else None
-    batches = [workload(10 * seed + rank, rows) for seed in range(2)]
-    dtype = getattr(torch, arguments.dtypes)
+def sharding_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return keyword arguments of `fully_shard`."""
     sharding: dict[str, Any] = {"reshard_after_forward": False} if arguments.keep_gathered else {}
     if arguments.policy:
         sharding["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return sharding
+
+
+def measure_in_turns(arguments: argparse.Namespace) -> None:
+    """Time steps of several methods in turns in this process, each with a model of its own, and print the medians."""
+    names = arguments.methods.split(",")
+    options, dtype = json.loads(arguments.options), getattr(torch, arguments.dtypes)
+    rank, batches = batches_of(arguments)
+    prepared_methods = [
+        prepared(name, int(arguments.layers), dtype, sharding_of(arguments), options, batches) for name in names
+    ]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for repetition in range(-2, arguments.repetitions):
+        for name, (model, (warm_up, step), _) in zip(names, prepared_methods, strict=True):
+            model.zero_grad(set_to_none=False)
+            if dist.is_initialized():
+                dist.barrier()
+            started = time.perf_counter()
+            (step if repetition >= 0 else warm_up).run()
+            if repetition >= 0:
+                seconds[name].append(time.perf_counter() - started)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    if rank == 0:
+        for name, median in medians.items():
+            print(f"{name:8} {median:.2f} s, {median / medians[names[-1]]:.3f} of {names[-1]}", flush=True)
+
+
+def batches_of(arguments: argparse.Namespace) -> tuple[int, list[Workload]]:
+    """Return the rank of this process, and two batches of one shape."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    rows = arguments.rows if arguments.ranks > 1 else None
+    return rank, [workload(10 * seed + rank, rows) for seed in range(2)]
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Measure one method in this process and print its line, on the first rank."""
+    rank, batches = batches_of(arguments)
+    dtype = getattr(torch, arguments.dtypes)
     model, (warm_up, step), plan_of = prepared(
-        arguments.methods, int(arguments.layers), dtype, sharding, json.loads(arguments.options), batches
+        arguments.methods, int(arguments.layers), dtype, sharding_of(arguments), json.loads(arguments.options), batches
     )
     if arguments.optimizer:
 
@@ -159,9 +190,6 @@ def measure(arguments: argparse.Namespace) -> None:
         what = f"{arguments.methods:8} {arguments.layers:>3} layers {arguments.dtypes:8} {arguments.policy:5}"
         sweep = plan.schedule.sweep if plan else "-"
         print(f"{what} {sizes} MiB, {collectives} gathers and reductions, {median:.2f} s, {sweep}", flush=True)
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 def main() -> int:
@@ -176,13 +204,22 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--rows", type=int, default=4, help="of 256 tokens, on each of several ranks; default: 4")
     parser.add_argument("--repetitions", type=int, default=1, help="timed steps; default: %(default)s")
+    parser.add_argument("--in-turns", action="store_true", help="compare times: all methods in the same processes")
     parser.add_argument("--threads", type=int, default=2, help="of each process; default: %(default)s")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.here:
-        measure(arguments)
+        torch.set_num_threads(arguments.threads)
+        counting()
+        if arguments.ranks > 1:
+            dist.init_process_group("gloo")
+        (measure_in_turns if arguments.in_turns else measure)(arguments)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
         return 0
-    lists = (getattr(arguments, name).split(",") for name in ("methods", "layers", "dtypes"))
+    layers, dtypes = arguments.layers.split(","), arguments.dtypes.split(",")
+    lists = ([arguments.methods] if arguments.in_turns else arguments.methods.split(",")), layers, dtypes
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks)]
     failed = 0
     for method, layers, dtype in itertools.product(*lists):

@@ -170,7 +170,8 @@ def _as_cut(settings: Settings, sequences: Sequence[Recorded]) -> Sequence[Recor
             one,
             tokens=one.tokens[:most],
             routes=None if one.routes is None else one.routes[:most],
-            images=[image for image in one.images if image[1] <= most],
+            # What is left of an image that is cut is still not what another image has there.
+            images=[(start, min(stop, most), image) for start, stop, image in one.images if start < most],
         )
         for one in sequences
     ]

@@ -294,6 +294,10 @@ def test_a_checked_step_has_a_price_and_bad_settings_are_refused(tmp_path, capsy
     assert "a row without the other one of its pair" in capsys.readouterr().err
     assert main(["check", str(rows), "packing=true", "max_length=3", "group_rows=true"]) == 0
     assert "3 sequences, 8 tokens, 4 in one tree" in capsys.readouterr().out
+    images = [{"tokens": [1, 7, 7, 7], "images": [[1, 4, name]]} for name in "ab"]
+    rows.write_text("\n".join(map(json.dumps, images)))
+    assert main(["check", str(rows), "max_length=3"]) == 0
+    assert "2 sequences, 6 tokens, 5 in one tree" in capsys.readouterr().out
 
 
 def test_bad_options_are_refused_with_a_suggestion(lines, capsys):

@@ -141,7 +141,8 @@ def _of_tokens(row: dict[str, Any], keys: Sequence[str], where: str) -> Recorded
         keys: key of all tokens, or keys of the prompt's and of the completion's.
     """
     parts = [_ids(row[key], where) for key in keys]
-    tokens, completion = [token for part in parts for token in part], len(parts[-1])
+    tokens: Any = [token for part in parts for token in part]
+    completion = len(parts[-1])
     mask = _first(row, LOSS_MASKS)
     routes = None if row.get("routes") is None else _routes(row["routes"], len(tokens), where)
     images = _images(row, len(tokens), where)
@@ -171,7 +172,7 @@ def _real(row: dict[str, Any], lengths: Sequence[int], mask: str | None, where: 
             completion, and for all of a completion that was cut off.
     """
     if row.get("attention_mask") is not None:
-        return _per_token(row, "attention_mask", sum(lengths), where) > 0
+        return np.asarray(_per_token(row, "attention_mask", sum(lengths), where) > 0)
     if row.get("prompt_mask") is None or len(lengths) < 2:
         return None
     prompt, completion = lengths

@@ -37,10 +37,9 @@ stablelm starcoder2 youtu
 # Kinds of rotary frequencies that do not depend on the largest position of a batch, as "longrope" and "dynamic" do.
 ROPES = ("default", "linear", "llama3", "yarn")
 # Packages whose modules, around such a model or in it, read no positions themselves.
-KNOWN = ("transformers.", "trl.", "accelerate.", "liger_kernel.", "peft.peft_model", "peft.utils.")
-KNOWN += tuple(
-    f"peft.tuners.{name}." for name in ("lora", "adalora", "ia3", "loha", "lokr", "vera", "trainable_tokens")
-)
+TUNERS = ("lora", "adalora", "ia3", "loha", "lokr", "vera", "trainable_tokens")
+PACKAGES = ("transformers.", "trl.", "accelerate.", "liger_kernel.", "peft.peft_model", "peft.utils.")
+KNOWN = (*PACKAGES, *(f"peft.tuners.{name}." for name in TUNERS))
 BASES = ("torch.", "builtins", "typing", "abc")  # modules of classes that others derive from, as FSDP2 does
 # Losses of TRL (GRPO, SFT, DPO, KTO) that are sums over rows or tokens, and settings that add what is of a whole batch.
 BY_ROW = """

@@ -4,9 +4,12 @@ import types
 
 import pytest
 import torch
+import transformers
 
 import dta_compile
-from tests.support import vision
+from dta_compile.errors import OptionError
+from dta_compile.integrations.trainer_callback import _sequences, positions_are_relative
+from tests.support import families, vision
 from tests.support.tiny import TinyLM, shared_ids
 
 ARGUMENTS = types.SimpleNamespace(gradient_accumulation_steps=1)
@@ -63,3 +66,44 @@ def test_different_images_do_not_count_as_shared(calls):
     arguments = types.SimpleNamespace(gradient_accumulation_steps=2, per_device_train_batch_size=2)
     calls.callback.on_step_end(arguments, None, None)
     assert (calls.callback.now, calls.callback.possible) == (20 / (4 + 11), 20 / 11)
+
+
+class OfItsOwn(transformers.Qwen3ForCausalLM):
+    """A model whose author may do anything with positions."""
+
+
+def test_positions_are_shifted_only_where_nothing_else_is_known_to_read_them():
+    model = families.build("qwen3")
+    assert positions_are_relative(model) and not positions_are_relative(TinyLM(layers=1))
+    assert not positions_are_relative(OfItsOwn(model.config))
+    model.config.model_type = "beam"  # scales queries by their position
+    assert not positions_are_relative(model)
+    peft = pytest.importorskip("peft")
+    lora = peft.get_peft_model(families.build("qwen3"), peft.LoraConfig(target_modules=["q_proj"]))
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    assert positions_are_relative(lora)
+    assert not positions_are_relative(
+        peft.get_peft_model(families.build("qwen3"), prefix)
+    )  # its keys are at no position
+
+
+def test_masks_of_pairs_and_by_kind_of_layer_leave_rows_whole():
+    ids = torch.tensor([[5, 6, 7], [5, 6, 8]])
+    square = torch.ones(2, 1, 3, 3, dtype=torch.bool).tril()
+    for mask in (square, {"full_attention": square}):
+        assert [row.tolist() for row in _sequences(ids, mask)] == ids.tolist()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *({"loss_type": kind} for kind in ("bnpo", "kto", ["sigmoid", "aot"], "sft")),
+        *({"top_entropy_quantile": 0.2}, {"entropy_coef": 0.1}),
+    ],
+)
+def test_batches_whose_loss_is_of_each_as_a_whole_cannot_be_one(setting):
+    usual = {"loss_type": "dapo", "steps_per_generation": 4, "top_entropy_quantile": 1.0, "entropy_coef": 0.0}
+    usual |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    assert dta_compile.DTACallback.whole_steps(types.SimpleNamespace(**usual)).per_device_train_batch_size == 8
+    with pytest.raises(OptionError, match="cannot be one batch"):
+        dta_compile.DTACallback.whole_steps(types.SimpleNamespace(**usual | setting))

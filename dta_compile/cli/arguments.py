@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -42,6 +42,27 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise OptionError with the message that argparse would print."""
         raise OptionError(message, hint=f"{self.prog} --help says what can be given")
+
+
+def refuse_unused(
+    arguments: argparse.Namespace, needs: Mapping[str, str], excludes: Mapping[str, Sequence[str]]
+) -> None:
+    """Refuse arguments that would be read and have no effect.
+
+    Args:
+        needs: by argument, the one without which it says nothing.
+        excludes: by argument, those that say nothing beside it.
+
+    Raises:
+        OptionError: one of them is given, and is not what it is by default.
+    """
+    given = {name for name, value in vars(arguments).items() if value != arguments.parser.get_default(name)}
+    alone = ((name, "without", other) for name, other in needs.items() if other not in given)
+    beside = ((name, "with", other) for other, names in excludes.items() if other in given for name in names)
+    for name, word, other in (*alone, *beside):
+        if name in given:
+            first, second = (f"--{flag.replace('_', '-')}" for flag in (name, other))
+            raise OptionError(f"{first} has no effect {word} {second}", hint=f"leave out {first}, or see --help")
 
 
 def whole(least: int, most: int = MOST) -> Callable[[str], int]:

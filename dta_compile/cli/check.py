@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dta_compile.cli.arguments import add_source, read_options, read_source, visible, whole, write
+from dta_compile.cli.arguments import add_source, read_options, read_source, refuse_unused, visible, whole, write
 from dta_compile.cli.estimate_command import verdict
 from dta_compile.data import Recorded
 from dta_compile.data.file_formats import optional
@@ -170,7 +170,8 @@ def _as_cut(settings: Settings, sequences: Sequence[Recorded]) -> Sequence[Recor
             one,
             tokens=one.tokens[:most],
             routes=None if one.routes is None else one.routes[:most],
-            images=[image for image in one.images if image[1] <= most],
+            # What is left of an image that is cut is still not what another image has there.
+            images=[(start, min(stop, most), image) for start, stop, image in one.images if start < most],
         )
         for one in sequences
     ]
@@ -279,7 +280,7 @@ class Variant(NamedTuple):
 
 def add_check(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `dta check`."""
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, parser=parser)
     parser.description = (
         "What a trainer's batching leaves of the sharing in FILE, what to set so that more is left, and (with --config)"
         " what a step then takes."
@@ -301,6 +302,7 @@ def add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    refuse_unused(arguments, dict.fromkeys(("device", "shard", "optimizer"), "config"), {})
     settings = Settings(_given(arguments.settings), arguments.trainer)
     words = [_name(word) for word in arguments.settings if "=" in word]
     settings.require_known(words, len(words))

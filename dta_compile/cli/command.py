@@ -6,6 +6,7 @@ Only `dta demo` and `dta estimate --calibration` import torch.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import io
 import os
 import sys
@@ -22,6 +23,7 @@ from dta_compile.cli.arguments import (
     message,
     read_options,
     read_source,
+    refuse_unused,
     size,
     visible,
     whole,
@@ -30,7 +32,7 @@ from dta_compile.cli.arguments import (
 from dta_compile.cli.check import add_check
 from dta_compile.cli.estimate_command import add_estimate
 from dta_compile.cli.plan_ranks import add_ranks, plan_over_ranks, print_ranks
-from dta_compile.cli.plan_totals import add_compare, compare, print_totals, totals
+from dta_compile.cli.plan_totals import add_compare, changed, compare, print_totals, totals
 from dta_compile.cli.split import add_split
 from dta_compile.cli.why_command import add_why
 from dta_compile.data import Recorded, Recording
@@ -46,6 +48,11 @@ from dta_compile.views.texts import as_dot, as_json, tree_view
 
 # Number of largest tree segments and of schedule ops that are printed without --full.
 MOST_NODES, MOST_OPS = 10, 40
+# Arguments of `dta plan` that are read with another one only, that are for one batch, and that a model says itself.
+NEEDS = {"rank": "ranks", "link": "ranks", "device": "config", "optimizer": "config", "thumbnails": "html"}
+NEEDS |= {"arrange": "rows"}
+OF_ONE_BATCH = ("html", "dot", "schedule", "full", "config", "ranks")
+PER_TOKEN = ("bytes_per_token", "kv_bytes_per_token")
 UNFORESEEN = "the input cannot be used, or there is an error in dta"
 MOST_STEPS = 2**20  # limit on the counts of the demo
 LABEL_WIDTH = 120  # columns reserved for the longest segment label
@@ -108,7 +115,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_plan, parser=parser)
     parser.description = "Print summary, prefix tree and (with --schedule) the operations of the plan of FILE."
     add_source(parser)
-    parser.add_argument("--chunk-size", type=int, default=defaults.chunk_tokens, help="default: %(default)s")
+    size_help = f"default: {defaults.chunk_tokens}, and with --ranks as the cost model chooses"
+    parser.add_argument("--chunk-size", type=int, help=size_help)
     for key in ("strategy", "order"):
         choices = ", ".join(CHOICES[key])
         parser.add_argument(f"--{key}", default=getattr(defaults, key), help=f"{choices} (default: %(default)s)")
@@ -166,24 +174,20 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     if arguments.html == "-":
         raise PlanError("a page is not for the terminal", expected="--html with the name of a file")
-    if arguments.config and (arguments.compare or arguments.rows is not None or arguments.bytes_per_token is not None):
-        raise PlanError(
-            "--config plans one batch, and says itself what a token takes",
-            hint="leave out --config, or --compare, --rows and --bytes-per-token",
-        )
+    if arguments.json == arguments.dot == "-":
+        raise OptionError("--json and --dot cannot both be written to standard output", hint="name a file for one")
+    _refuse_unused(arguments)
     if arguments.compare or arguments.rows is not None:
-        if arguments.ranks:
-            raise PlanError("--ranks plans one batch", hint="leave out --ranks, or --compare and --rows")
         return _plan_batches(arguments)
     recording = read_source(arguments.file, read_options(arguments), arguments.leaf_only)
     if len(recording.batches) > 1:
-        if arguments.html or arguments.dot or arguments.schedule or arguments.config or arguments.ranks:
+        if any(getattr(arguments, name) for name in OF_ONE_BATCH):
             raise PlanError(
                 "a tree is of one batch, and a folder of dumps has one in each file",
                 got=f"{len(recording.batches)} files",
                 hint="name one of its files",
             )
-        return _plan_batches(arguments)
+        return _plan_batches(arguments, recording)
     device: tuple[str, float, float] | None = None
     steps: dict[str, RanksStep] = {}
     if arguments.ranks:
@@ -195,6 +199,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     for target, render in ((arguments.json, as_json), (arguments.dot, as_dot)):
         if target:
             write(target, render(batch_plan))
+    say = print if "-" not in (arguments.json, arguments.dot) else lambda text: None
     if arguments.html:
         facts = {"title": _name(arguments.file), "device": device, **_page_facts(recording)}
         facts["sequences"] = [sequence.tokens for sequence in recording.sequences]
@@ -203,16 +208,22 @@ def _plan(arguments: argparse.Namespace) -> int:
             facts["thumbnails"] = _thumbnails(recording.sequences, Path(arguments.thumbnails).resolve())
         batch_plan.to_html(arguments.html, **facts)
         written = Path(arguments.html)
-        print(f"{visible(str(written.resolve()))}: {written.stat().st_size / 1e6:.1f} MB, opens in a browser from disk")
+        size_text = f"{written.stat().st_size / 1e6:.1f} MB, opens in a browser from disk"
+        say(f"{visible(str(written.resolve()))}: {size_text}")
     if not (arguments.json or arguments.dot or arguments.html):
         if steps:
             print_ranks(batch_plan, steps, arguments.link, Console(highlight=False))
         _print(batch_plan, arguments)
-    if device and arguments.json != "-" and arguments.dot != "-":
+    if device:
         name, memory, peak = device
         text = f"{name}: {peak / 1e9:.1f} of {memory / 1e9:.0f} GB at the peak, swept by chunks with the model in it"
-        print(f"{text}; dta estimate says what other sweeps and budgets take")
+        say(f"{text}; dta estimate says what other sweeps and budgets take")
     return 0
+
+
+def _refuse_unused(arguments: argparse.Namespace) -> None:
+    of_device = PER_TOKEN if arguments.ranks else (*PER_TOKEN, "mode")
+    refuse_unused(arguments, NEEDS, {"compare": OF_ONE_BATCH, "rows": OF_ONE_BATCH, "config": of_device})
 
 
 def _thumbnails(sequences: list[Recorded], folder: Path) -> dict[int | str, Path]:
@@ -235,18 +246,22 @@ def _plan_on_device(sequences: list[Recorded], arguments: argparse.Namespace) ->
     device = device_named(arguments.device)
     names = ("chunk_size", "strategy", "order", "memory_budget")
     options = Options(**{name: getattr(arguments, name) for name in names})
+    options = dataclasses.replace(options, chunk_size=options.chunk_tokens)
     ranks = Ranks(optimizer=arguments.optimizer)
     batch_plan, peak = plan_on(sequences, model_shape(arguments.config), device, options, ranks)
     return batch_plan, (device.name, device.memory, peak)
 
 
-def _plan_batches(arguments: argparse.Namespace) -> int:
+def _plan_batches(arguments: argparse.Namespace, recording: Recording | None = None) -> int:
     """Print the figures of several batches, or of two variants side by side; neither tree nor schedule."""
     console = Console(highlight=False)
     if arguments.compare:
-        text = compare(arguments, _make_plan, console)
+        other = changed(arguments)
+        _refuse_unused(other)
+        text = compare(arguments, other, _make_plan, console)
     else:
-        sums = totals(arguments, _make_plan)
+        recording = recording or read_source(arguments.file, read_options(arguments), arguments.leaf_only)
+        sums = totals(recording, arguments, _make_plan)
         text = sums.to_json()
         if not arguments.json:
             title = "a file a batch" if arguments.rows is None else f"{arguments.rows} rows a batch"

@@ -56,8 +56,7 @@ def plan_over_ranks(sequences: Sequence[Recorded], arguments: argparse.Namespace
         )
     names = ("strategy", "order", "memory_budget")
     given: dict[str, Any] = {name: getattr(arguments, name) for name in names}
-    size = None if arguments.chunk_size == Options().chunk_tokens else arguments.chunk_size
-    options = Options(chunk_size=size, **given, mesh=tuple(range(count)))
+    options = Options(chunk_size=arguments.chunk_size, **given, mesh=tuple(range(count)))
     link = arguments.link * 1e9
     if arguments.config:
         ranks = Ranks(count, "fsdp" if count > 1 else "none", arguments.optimizer)

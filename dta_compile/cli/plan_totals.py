@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dta_compile.cli.arguments import read_options, read_source, visible, whole
-from dta_compile.data import Recorded
+from dta_compile.data import Recorded, Recording
 from dta_compile.errors import OptionError
 from dta_compile.estimate.predict import tree_of
 from dta_compile.plan import Plan, PrefixTree
@@ -82,9 +82,8 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def totals(arguments: argparse.Namespace, make_plan: MakePlan) -> Totals:
-    """Plan all batches of a command and sum their figures."""
-    recording = read_source(arguments.file, read_options(arguments), arguments.leaf_only)
+def totals(recording: Recording, arguments: argparse.Namespace, make_plan: MakePlan) -> Totals:
+    """Plan all batches of what a command reads and sum their figures."""
     sequences = recording.sequences
     if arguments.rows is None and arguments.arrange == ARRANGEMENTS[0]:
         batches: Sequence[list[Recorded]] = recording.batches
@@ -105,14 +104,18 @@ def totals(arguments: argparse.Namespace, make_plan: MakePlan) -> Totals:
     )
 
 
-def compare(arguments: argparse.Namespace, make_plan: MakePlan, console: Console) -> str:
+def compare(arguments: argparse.Namespace, other: argparse.Namespace, make_plan: MakePlan, console: Console) -> str:
     """Print a command and its variant side by side and return the figures of both as JSON.
 
     Raises:
-        OptionError: `--compare` names a key or value that is not supported.
+        OptionError: both read standard input, each in its own way.
     """
-    other = _changed(arguments)
-    variants = [totals(variant, make_plan) for variant in (arguments, other)]
+    sources = [(one.file, read_options(one), one.leaf_only) for one in (arguments, other)]
+    if sources[0] != sources[1] and sources[0][0] == sources[1][0] == "-":
+        raise OptionError("standard input can be read once", hint="write it to a file, to compare ways of reading it")
+    first = read_source(*sources[0])
+    second = first if sources[0] == sources[1] else read_source(*sources[1])
+    variants = [totals(first, arguments, make_plan), totals(second, other, make_plan)]
     if not arguments.json:
         print_totals(["as given", escape(visible(" ".join(arguments.compare)))], variants, console)
     return f"[{','.join(variant.to_json() for variant in variants)}]\n"
@@ -146,8 +149,12 @@ def print_totals(titles: Sequence[str], variants: Sequence[Totals], console: Con
     console.print(table)
 
 
-def _changed(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Return the arguments with the changes of `--compare`, which are parsed like the options that they stand for."""
+def changed(arguments: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments with the changes of `--compare`, which are parsed like the options that they stand for.
+
+    Raises:
+        OptionError: `--compare` names a key or value that is not supported.
+    """
     other = copy.copy(arguments)
     for pair in arguments.compare:
         key, separator, value = pair.partition("=")

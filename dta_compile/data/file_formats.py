@@ -72,7 +72,7 @@ def _whole(text: str) -> list[Any] | None:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    is_messages = all(isinstance(item, dict) and "role" in item for item in value)
+    is_messages = all(isinstance(item, dict) and ("role" in item or {"from", "value"} <= item.keys()) for item in value)
     return [value] if is_messages else value
 
 
@@ -128,7 +128,7 @@ def saved_rows(path: str, split: str | None = None) -> Iterator[Row]:
             )
         dataset = dataset[split or names[0]]
     with _reading("not a dataset that can be read", path):
-        for number, row in enumerate(dataset):
+        for number, row in enumerate(dataset.with_format(None)):  # lists, where a trainer has set tensors
             yield f"{path}, row {number}", row
 
 

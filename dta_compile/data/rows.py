@@ -21,6 +21,7 @@ from dta_compile.errors import OptionError, PlanError
 # Keys of token ids that trainers and inference engines use, in order of precedence. Two keys: prompt and completion.
 TOKENS: tuple[tuple[str, ...], ...] = (
     ("tokens",),
+    ("input_ids", "output_ids"),
     ("input_ids",),
     ("prompt_token_ids", "token_ids"),
     ("token_ids",),
@@ -134,13 +135,14 @@ class RowReader:
 def _of_tokens(row: dict[str, Any], keys: Sequence[str], where: str) -> Recorded:
     """Return the sequence of a row's token ids, with its routes, images and loss spans.
 
-    Tokens that `attention_mask` marks as padding are dropped.
+    Padding is dropped (see `_real`).
 
     Args:
         keys: key of all tokens, or keys of the prompt's and of the completion's.
     """
     parts = [_ids(row[key], where) for key in keys]
-    tokens, completion = [token for part in parts for token in part], len(parts[-1])
+    tokens: Any = [token for part in parts for token in part]
+    completion = len(parts[-1])
     mask = _first(row, LOSS_MASKS)
     routes = None if row.get("routes") is None else _routes(row["routes"], len(tokens), where)
     images = _images(row, len(tokens), where)
@@ -151,14 +153,33 @@ def _of_tokens(row: dict[str, Any], keys: Sequence[str], where: str) -> Recorded
         spans = spans_of_mask(_loss_mask(row, mask, len(tokens), completion, where))
     elif isinstance(row.get("labels"), list):
         spans = spans_of_mask(_per_token(row, "labels", len(tokens), where) != IGNORED_LABEL)
-    if row.get("attention_mask") is not None:
-        real = _per_token(row, "attention_mask", len(tokens), where) > 0
+    real = _real(row, list(map(len, parts)), mask, where)
+    if real is not None:
         if spans is not None:
             spans = spans_of_mask(Recorded(tokens, spans=tuple(spans)).loss_mask()[real])
         tokens = np.asarray(tokens, np.int64)[real]
         routes = None if routes is None else routes[real]
         images = tuple((int(real[:start].sum()), int(real[:stop].sum()), image) for start, stop, image in images)
     return Recorded(tokens, routes, spans=None if spans is None else tuple(spans), images=images, **_facts(row, where))
+
+
+def _real(row: dict[str, Any], lengths: Sequence[int], mask: str | None, where: str) -> NDArray[np.bool_] | None:
+    """Return a mask `[tokens]` of the tokens that are no padding; None: the row says of none that it is.
+
+    Args:
+        lengths: of all tokens, or of the prompt and of the completion.
+        mask: key of the loss mask. In a batch of TRL, which also has a `prompt_mask`, it is zero for padding behind the
+            completion, and for all of a completion that was cut off.
+    """
+    if row.get("attention_mask") is not None:
+        return np.asarray(_per_token(row, "attention_mask", sum(lengths), where) > 0)
+    if row.get("prompt_mask") is None or len(lengths) < 2:
+        return None
+    prompt, completion = lengths
+    real = np.concatenate([_per_token(row, "prompt_mask", prompt, where) > 0, np.ones(completion, np.bool_)])
+    if mask is not None and (trained := np.flatnonzero(_loss_mask(row, mask, len(real), completion, where))).size:
+        real[max(prompt, trained[-1] + 1) :] = False
+    return real
 
 
 def _loss_mask(row: dict[str, Any], key: str, tokens: int, completion: int, where: str) -> NDArray[np.bool_]:

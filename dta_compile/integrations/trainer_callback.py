@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 
 from dta_compile.errors import OptionError
 from dta_compile.plan import PrefixTree
@@ -25,6 +25,28 @@ logger = logging.getLogger("dta_compile")
 LOST = 1.25
 # Below this compression rows have nothing to gain, however they are batched.
 NOTHING = 1.1
+# Text models (`model_type`) of transformers in which nothing but rotary embeddings reads positions.
+ROTARY = """
+afmoe apertus arcee bitnet cohere cohere2 deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4
+exaone_moe falcon_h1 flex_olmo gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe gpt_neox gpt_oss granite
+granitemoe granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe lfm2 llama minimax_m2 ministral
+mistral mixtral nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 qwen2 qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3
+qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl_moe_text qwen3_vl_text seed_oss smollm3 solar_open
+stablelm starcoder2 youtu
+"""
+# Kinds of rotary frequencies that do not depend on the largest position of a batch, as "longrope" and "dynamic" do.
+ROPES = ("default", "linear", "llama3", "yarn")
+# Packages whose modules, around such a model or in it, read no positions themselves.
+TUNERS = ("lora", "adalora", "ia3", "loha", "lokr", "vera", "trainable_tokens")
+PACKAGES = ("transformers.", "trl.", "accelerate.", "liger_kernel.", "peft.peft_model", "peft.utils.")
+KNOWN = (*PACKAGES, *(f"peft.tuners.{name}." for name in TUNERS))
+BASES = ("torch.", "builtins", "typing", "abc")  # modules of classes that others derive from, as FSDP2 does
+# Losses of TRL (GRPO, SFT, DPO, KTO) that are sums over rows or tokens, and settings that add what is of a whole batch.
+BY_ROW = """
+grpo dapo dr_grpo cispo sapo vespo luspo nll chunked_nll dft sigmoid sigmoid_norm hinge ipo exo_pair nca_pair robust
+bco_pair sppo_hard apo_zero apo_down discopop apo_zero_unpaired
+"""
+OF_BATCH = {"top_entropy_quantile": 1.0, "entropy_coef": 0.0, "use_adaptive_entropy": False}
 CACHES = ("past_key_values", "cache")  # names of the KV cache in releases of transformers
 
 
@@ -38,9 +60,10 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
     batch. After that it observes nothing more.
 
     TRL pads prompts on the left, and transformers then counts positions by column, so that prompts of different lengths
-    have no token in common. Rotary embeddings depend on differences of positions only: models that have them are called
-    with positions that start at the first token of each row, as in generation. Positions in several axes (M-RoPE) of
-    calls with images are the model's own, which begin there by themselves. Generation is left to the model, uncompiled.
+    have no token in common. Rotary embeddings depend on differences of positions only: models that are known to have
+    no others are called with positions that start at the first token of each row, as in generation. Positions in
+    several axes (M-RoPE) of calls with images are the model's own, which begin there by themselves. Generation is left
+    to the model, uncompiled.
 
     Args:
         options: options of `torch.compile(..., backend="dta", options=...)`.
@@ -70,21 +93,25 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
 
         Batches that were accumulated become one: of as many rows, with no accumulation, and for trainers that generate,
         with a generation for as many updates as before. That is the same update for losses that are sums over the
-        rows or tokens of an update divided by their number, as those of TRL and of models that take
-        `num_items_in_batch`; a mean of means of batches weighs rows otherwise.
+        rows or tokens of an update divided by their number, as most of TRL's and those of models that take
+        `num_items_in_batch`. A mean of means of batches weighs rows otherwise, and so do quantiles and sorts of a
+        batch, and the auxiliary loss of a router.
 
         Raises:
-            OptionError: a loss is normalised over the tokens of each batch, or an update is of several generations.
+            OptionError: a loss is of each batch as a whole, or not known, or an update is of several generations.
         """
         steps, split = args.gradient_accumulation_steps, getattr(args, "steps_per_generation", None) or 0
-        if getattr(args, "loss_type", None) == "bnpo" or split % steps:
+        kinds = getattr(args, "loss_type", None) or []
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        of_batch = {name: getattr(args, name) for name, none in OF_BATCH.items() if getattr(args, name, none) != none}
+        if not set(kinds) <= set(BY_ROW.split()) or of_batch or split % steps:
             raise OptionError(
                 "the batches of an update cannot be one batch",
-                expected="a loss that is no mean over the tokens of a batch, and steps_per_generation a multiple of"
+                expected="a loss that is a sum over rows or tokens, and steps_per_generation a multiple of"
                 " gradient_accumulation_steps",
-                got=f"loss_type={getattr(args, 'loss_type', None)!r}, steps_per_generation={split or None},"
+                got=f"loss_type={kinds}, {of_batch or ''}steps_per_generation={split or None},"
                 f" gradient_accumulation_steps={steps}",
-                hint="choose other batches or loss_type='dapo', TRL's default",
+                hint="choose other batches, or another loss such as loss_type='dapo', GRPO's default",
             )
         args = copy.copy(args)
         args.per_device_train_batch_size *= steps
@@ -255,17 +282,26 @@ def _continues_cache(inputs: Mapping[str, Any]) -> bool:
 
 
 def positions_are_relative(model: torch.nn.Module) -> bool:
-    """Return whether a model uses positions for rotary embeddings alone, whose products depend on differences only.
+    """Return whether a model is known to use positions for rotary embeddings alone.
 
-    Llama 4, Ministral 3 and Mistral 4 also scale queries by their absolute position, and the largest position of a
-    batch chooses the frequencies of "longrope" and "dynamic".
+    Their products depend on differences only. Others scale queries by their absolute position, compare positions with
+    columns, or have learned embeddings of them; learned keys (prefix tuning) are at no position. What is not known
+    counts as one of these.
     """
-    text = getattr(model.config, "get_text_config", lambda: model.config)() if hasattr(model, "config") else None
-    rope = getattr(text, "rope_parameters", None) or {}
-    scales = getattr(text, "attn_temperature_tuning", None) or rope.get("llama_4_scaling_beta")
+    text = next((one for one in model.modules() if isinstance(one, PreTrainedModel)), None)
+    if text is None or not all(map(_is_known, model.modules())):
+        return False
+    config = text.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
     of_layers = [one for one in (rope, *rope.values()) if isinstance(one, dict)]  # kinds of layers may have their own
-    scales = scales or any(one.get("rope_type") in ("longrope", "dynamic") for one in of_layers)
-    return not scales and any(name.endswith("rotary_emb") for name, _ in model.named_modules())
+    return config.model_type in ROTARY.split() and all(one.get("rope_type", "default") in ROPES for one in of_layers)
+
+
+def _is_known(module: torch.nn.Module) -> bool:
+    """Return whether a module comes from a package that is known; one without parts cannot tell positions apart."""
+    names = (base.__module__ for base in type(module).__mro__)
+    own = next((name for name in names if not name.startswith(BASES)), None)
+    return own is None or own.startswith(KNOWN) or not any(module.children())
 
 
 def has_position_axes(model: torch.nn.Module) -> bool:
@@ -298,18 +334,21 @@ def _advice(args: Any) -> str:
 
 def _sequences(
     input_ids: torch.Tensor | None = None,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: Any = None,
     position_ids: torch.Tensor | None = None,
     **others: Any,
 ) -> list[NDArray[np.int64]]:
     """Return the sequences of a call: rows without padding, or packed rows split where positions are zero."""
     if input_ids is None:
         return []
+    masks = attention_mask if isinstance(attention_mask, torch.Tensor) else None
+    if masks is not None and masks.shape != input_ids.shape:  # of pairs of tokens
+        masks = None
     sequences: list[NDArray[np.int64]] = []
     for i, row in enumerate(input_ids.cpu().numpy()):
-        if attention_mask is not None:
-            sequences.append(row[attention_mask[i].cpu().numpy() > 0])
-        elif position_ids is not None:
+        if masks is not None:
+            sequences.append(row[masks[i].cpu().numpy() > 0])
+        elif position_ids is not None and position_ids.dim() == 2:
             starts = np.flatnonzero(position_ids[i % len(position_ids)].cpu().numpy() == 0)
             sequences += np.split(row, starts[starts > 0])
         else:

@@ -329,18 +329,18 @@ def plan(
     parsed = Options.parse(options if ranks is None else {**options, "mesh": _ranks(ranks, rank, mode)})
     if ranks is None and (parsed.is_over_ranks or rank):
         raise OptionError("one tree over how many ranks?", expected="plan(..., ranks=8)", got="no number of ranks")
-    if parsed.memory_budget and (bytes_per_token is None or bytes_per_token <= 0):
-        raise OptionError(
-            "memory_budget is in bytes, and a plan counts tokens",
-            expected="bytes_per_token > 0, or a memory_budget of None (keep all) or 0 (keep nothing)",
-            got=f"memory_budget={parsed.memory_budget}, bytes_per_token={bytes_per_token}",
-        )
     sizes = {"bytes_per_token": bytes_per_token or 0, "kv_bytes_per_token": kv_bytes_per_token}
     for name, value in {**sizes, "state_bytes": state_bytes, "link": link}.items():
         is_number = isinstance(value, (int, float)) and 0 <= value <= MOST_BYTES
         if not is_number or (name == "link" and value == 0):
             least = "more than 0, up to" if name == "link" else "from 0 to"
             raise OptionError(f"bad value for {name}", expected=f"a number {least} {MOST_BYTES}", got=str(value)[:80])
+    if parsed.memory_budget and not bytes_per_token:
+        raise OptionError(
+            "memory_budget is in bytes, and a plan counts tokens",
+            expected="bytes_per_token > 0, or a memory_budget of None (keep all) or 0 (keep nothing)",
+            got=f"memory_budget={parsed.memory_budget}, bytes_per_token={bytes_per_token}",
+        )
     footprint = Footprint(graph_token=bytes_per_token or 1.0, kv_token=kv_bytes_per_token, state=state_bytes)
     limits, split = Limits(parsed.memory_budget, footprint), None
     ids = None if isinstance(sequences, PrefixTree) else each(sequences)

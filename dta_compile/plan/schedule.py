@@ -234,7 +234,8 @@ class Schedule:
     def keeps(self) -> bool:
         """Whether activations of more than one chunk are kept from the first half to the second."""
         kept = [op for op in self.halves[0] if isinstance(op, Forward) or (isinstance(op, Anchor) and op.keeps)]
-        return len(kept) > (self.sweep == "chunks") or any(kind.keeps for _, kind in self.kinds[1:])
+        others = [kind for _, kind in self.kinds[1:]] + [self.of_group(number) for number in range(len(self.groups))]
+        return len(kept) > (self.sweep == "chunks") or any(other.keeps for other in others)
 
     @property
     def halves(self) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
@@ -251,7 +252,7 @@ class Schedule:
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """Return the listing: a header, line `k` for `ops[k - 1]`, then the ops of parts that have their own."""
+        """Return the listing: a header, the ops (below a line for each group), then those of parts that have others."""
         header = _HEADER.format(strategy=self.strategy, order=self.order, mode=self.mode, chunk_size=self.chunk_size)
         header += _BY_STAGES if self.sweep == "stages" else ""
         lines = [header + (f"{_STRIDE}{self.stride}" if self.stride > 1 else "")]

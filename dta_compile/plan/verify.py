@@ -114,6 +114,7 @@ class _Replay(Interpreter):
         self.written = np.zeros(tree.num_rows, np.bool_)
         self.finished = np.zeros(tree.num_rows, np.bool_)  # backpropagated
         self.graph = np.full(tree.num_rows, -1)  # position of the op whose live graph covers the row, -1 for none
+        self.has_attached = False
         self.attached = np.zeros(len(tree.lengths), np.bool_)  # per sequence
         self.complete = np.zeros(len(tree.stop), np.bool_)  # per node: all outputs of its path are written
         self.last_row = tree.row + tree.stop - tree.start - 1  # per node
@@ -168,7 +169,7 @@ class _Replay(Interpreter):
         """Check a chunk by itself, and return its rows, slice after slice."""
         if chunk not in self.checked:
             self.checked[chunk] = self.check_slices(chunk)
-        if self.by_stages and self.attached.any() and chunk not in self.crossed:
+        if self.by_stages and self.has_attached and chunk not in self.crossed:
             self.fail(
                 "the second half of a sweep of stages runs chunks of the first, whose hidden states are there",
                 ", ".join(map(str, list(self.crossed)[:4])),
@@ -283,8 +284,15 @@ class _Replay(Interpreter):
             )
         else:
             self.check_results(op)
-        if op.out:
-            self.written[rows] = True
+        self.write(op, rows)
+
+    def write(self, op: Anchor | Forward, rows: IntArray) -> None:
+        if op.out and self.has_attached and self.schedule.mode != "streaming":
+            self.fail("outputs are written before the attach that hands them out", "no out", f"{op.chunk} out")
+        if self.by_stages and not self.has_attached and (not op.out or self.written[rows].any()):
+            rule = "the first half of a sweep of stages hands on the hidden states of every token once"
+            self.fail(rule, "out, of other tokens than before", f"{op.chunk}{' out' * op.out}")
+        self.written[rows] |= op.out
 
     def check_results(self, op: Anchor) -> None:
         if op.results and (not self.by_stages or self.schedule.mode != "transparent" or not op.out):
@@ -310,8 +318,10 @@ class _Replay(Interpreter):
         self.check_push(part)
 
     def attach(self, sequences: tuple[int, ...]) -> None:
-        if self.schedule.mode == "transparent" and (self.attached.any() or self.finished.any()):
-            self.fail("transparent mode attaches once, before any backward", "one attach", "another one, or too late")
+        if self.schedule.mode != "streaming" and (self.has_attached or self.finished.any()):
+            rule = f"{self.schedule.mode} mode attaches once, before any backward"
+            self.fail(rule, "one attach", "another one, or too late")
+        self.has_attached = True
         if self.by_stages and self.depth:
             self.fail("other parts run between the halves of a sweep of stages", "an empty stack", self.stack())
         for sequence in sequences:
@@ -463,7 +473,7 @@ class _PieceReplay(_Replay):
             self.graph[rows] = self.position
         else:
             self.check_results(op)
-        self.written[rows] |= op.out
+        self.write(op, rows)
         self.rounds.add(number)
 
     def attach(self, sequences: tuple[int, ...]) -> None:

@@ -194,7 +194,7 @@ def _spelled(tokens: Tokens, spans: Iterable[tuple[Sequence[int] | Integers, str
 
 
 def decoder(tokenizer: Any) -> Decode:
-    """Return a function that decodes token ids to text, special tokens included.
+    """Return a function that decodes token ids to text, special tokens included; unknown ids have no text.
 
     Args:
         tokenizer: anything with `decode(list[int]) -> str`, such as a tokenizer of transformers or a
@@ -217,7 +217,13 @@ def decoder(tokenizer: Any) -> Decode:
         except TypeError:  # the tokenizer has no such argument
             return str(decode(ids))
 
-    return text
+    def known_text(ids: list[int]) -> str:
+        try:
+            return text(ids)
+        except Exception:  # an id that the tokenizer does not know, whatever it raises then; the page shows the number
+            return ""
+
+    return known_text
 
 
 def _kept(lengths: Integers, ends: int) -> npt.NDArray[np.bool_]:
@@ -263,19 +269,12 @@ def _with_texts(tokens: Tokens, decode: Decode, continues: npt.NDArray[np.bool_]
 
 def _texts(ids: Sequence[int], decode: Decode) -> Iterator[str]:
     """Yield the text of each token after another token: some tokenizers drop the leading space of a text."""
-    anchor = next((token for token in ids if (text := _decoded([token], decode)) and UNKNOWN not in text), None)
-    before = "" if anchor is None else _decoded([anchor], decode)
+    anchor = next((token for token in ids if (text := decode([token])) and UNKNOWN not in text), None)
+    before = "" if anchor is None else decode([anchor])
     for token in ids:
-        text = "" if anchor is None else _decoded([anchor, token], decode)
+        text = "" if anchor is None else decode([anchor, token])
         rest = text[len(before) :] if before and text.startswith(before) else ""
-        yield rest or _decoded([token], decode)
-
-
-def _decoded(ids: list[int], decode: Decode) -> str:
-    try:
-        return decode(ids)
-    except Exception:  # an id that the tokenizer does not know, whatever it raises then; the page shows the number
-        return ""
+        yield rest or decode([token])
 
 
 def _runs(positions: Integers, continues: npt.NDArray[np.bool_]) -> list[Integers]:
@@ -292,7 +291,7 @@ def _whole_characters(
     while start < len(ids):
         for stop in range(start + 2, min(start + LONGEST_CHARACTER, len(ids)) + 1):
             key = tuple(ids[start:stop])
-            text = known[key] if key in known else known.setdefault(key, _decoded(list(key), decode))
+            text = known[key] if key in known else known.setdefault(key, decode(list(key)))
             if text and UNKNOWN not in text:
                 yield start, stop, text
                 start = stop

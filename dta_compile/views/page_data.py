@@ -19,7 +19,7 @@ from dta_compile.plan.cost import Limits
 from dta_compile.plan.division.pieces import Dealing
 from dta_compile.plan.interpret import Held, interpret
 from dta_compile.plan.peak_memory import bytes_by_op
-from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Pop, Restore, Schedule, extent
+from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Pop, Restore, Schedule, extent, format_op
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.lexicographic import as_integers, each
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
@@ -73,10 +73,10 @@ def picture(plan: Plan, title: str, *data: Any) -> str:
     columns = _segments(tree) | _ops(tree, schedule, dealing, rank) | _levels(tree, schedule, limits)
     columns |= _outcomes(tree, known) | _causes(tree, known)
     names = None if known.names is None else [str(name) for name in _counted("names", known.names, tree)]
-    ops = schedule.lines()[1 : len(schedule.ops) + 1]
+    ops = [format_op(op) for op in schedule.ops]
     left = MOST_BYTES - compressed_size("\n".join([*ops, *(names or ())]), *columns.values())
     tokens, token_facts = _tokens(tree, known, max(left, MOST_BYTES // LEAST_SHARE))
-    settings = dataclasses.asdict(dataclasses.replace(schedule, ops=(), others=()))
+    settings = dataclasses.asdict(dataclasses.replace(schedule, ops=(), others=(), groups=()))
     counted = limits.footprint.counts_tokens
     more = {
         "title": title,
@@ -240,7 +240,10 @@ def _device(name: str, memory: float, peak: float, running: Column) -> dict[str,
 
 def _spans(sequence: int, mask: Any, length: int) -> list[tuple[int, int]]:
     """Convert a loss mask, or ranges, to half-open ranges of positions."""
-    array = np.asarray(mask.detach().cpu().numpy() if hasattr(mask, "detach") else mask)
+    try:
+        array = np.asarray(mask.detach().cpu().numpy() if hasattr(mask, "detach") else mask)
+    except ValueError:  # lists of different lengths
+        array = np.array(None)
     if array.ndim == 1 and len(array) == length and array.dtype.kind in "biuf" and np.isin(array, (0, 1)).all():
         edges = np.flatnonzero(np.diff(np.concatenate([[False], array != 0, [False]])))
         return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
@@ -288,12 +291,14 @@ def _thumbnails(known: Known) -> dict[int, str]:
     """Return thumbnails as URLs, by number of the image."""
     numbers = known.images.numbers if known.images is not None else {}
     given = ((image, content) for image, content in (known.thumbnails or {}).items() if image in numbers)
-    return {
-        numbers[image]: data_url(
-            content if isinstance(content, bytes) else Path(content).read_bytes(), f"image {image}"
-        )
-        for image, content in given
-    }
+    return {numbers[image]: data_url(_picture(content, f"image {image}"), f"image {image}") for image, content in given}
+
+
+def _picture(content: Any, where: str) -> bytes:
+    if not isinstance(content, (bytes, str, PathLike)):
+        expected, got = "bytes, or the name of a file", type(content).__name__
+        raise PlanError("a thumbnail that a page cannot hold", where=where, expected=expected, got=got)
+    return content if isinstance(content, bytes) else Path(content).read_bytes()
 
 
 def _roles(tree: PrefixTree, rows: IntArray, decode: Callable[[list[int]], str]) -> dict[str, Column]:

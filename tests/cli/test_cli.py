@@ -134,7 +134,7 @@ def test_a_configuration_puts_the_page_and_the_plan_on_a_device(tmp_path, capsys
     assert device["memory"] == 141e9 and 0 < device["base"] < 141e9 and " of 141 GB at the peak" in said
     for more in (["--rows", "8"], ["--bytes-per-token", "8"]):
         assert main([*command, *more]) == 2
-        assert "--config plans one batch" in capsys.readouterr().err
+        assert "has no effect with --" in capsys.readouterr().err
 
 
 def test_deep_and_wide_trees_are_cut_in_print(tmp_path, capsys):
@@ -214,7 +214,7 @@ def test_batches_and_variants_are_compared(capsys):
     batches = [plan(sequences[first : first + 8]).stats.tree_tokens for first in range(0, 40, 8)]
     assert as_given["tree_tokens"] == sum(batches) > arranged["together"]
     assert arranged["tree_tokens"] > as_given["together"] == arranged["together"]
-    assert main(["plan", file, "--compare", "arrange=shuffled"]) == 0
+    assert main(["plan", file, "--rows", "8", "--compare", "arrange=shuffled"]) == 0
     assert "arrange=shuffled" in capsys.readouterr().out
     for bad in ("color=red", "rows=many", "arrange=upwards", "rows=0"):
         assert main(["plan", file, "--compare", bad]) == 2
@@ -294,6 +294,10 @@ def test_a_checked_step_has_a_price_and_bad_settings_are_refused(tmp_path, capsy
     assert "a row without the other one of its pair" in capsys.readouterr().err
     assert main(["check", str(rows), "packing=true", "max_length=3", "group_rows=true"]) == 0
     assert "3 sequences, 8 tokens, 4 in one tree" in capsys.readouterr().out
+    images = [{"tokens": [1, 7, 7, 7], "images": [[1, 4, name]]} for name in "ab"]
+    rows.write_text("\n".join(map(json.dumps, images)))
+    assert main(["check", str(rows), "max_length=3"]) == 0
+    assert "2 sequences, 6 tokens, 5 in one tree" in capsys.readouterr().out
 
 
 def test_bad_options_are_refused_with_a_suggestion(lines, capsys):
@@ -312,6 +316,39 @@ def test_bad_options_are_refused_with_a_suggestion(lines, capsys):
     assert "'backwards'" in capsys.readouterr().err
     assert main(["demo", "--steps", "0"]) == 2
     assert "--steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("--rank 1", "--link 1", "--device a100", "--optimizer adamw", "--thumbnails .", "--arrange prefix"),
+        *("--compare arrange=prefix", "--rows 2 --html OUT", "--compare chunk-size=8 --dot OUT", "--rows 2 --schedule"),
+        *("--config C --mode score", "--config C --kv-bytes-per-token 1", "--json - --dot -"),
+        "check --shard fsdp",
+    ],
+)
+def test_options_that_would_have_no_effect_are_refused(words, lines, capsys):
+    command = words.split()
+    name = command.pop(0) if command[0] == "check" else "plan"
+    assert main([name, lines, *command]) == 2
+    assert "has no effect with" in (error := capsys.readouterr().err) or "cannot both" in error
+
+
+def test_what_is_on_standard_output_is_all_of_it_and_what_is_on_standard_input_is_read_once(
+    lines, tmp_path, monkeypatch, capsys
+):
+    assert main(["plan", lines, "--json", "-", "--html", str(tmp_path / "page.html")]) == 0
+    count = json.loads(capsys.readouterr().out)["stats"]["sequences"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(Path(lines).read_text()))
+    assert main(["plan", "-", "--compare", "order=lexicographic", "--json", "-"]) == 0
+    assert [one["sequences"] for one in json.loads(capsys.readouterr().out)] == [count, count]
+    assert main(["plan", "-", "--compare", "turns=whole"]) == 2
+    assert "standard input can be read once" in capsys.readouterr().err
+
+
+def test_a_chunk_size_that_is_the_default_is_obeyed_over_ranks(lines, capsys):
+    assert main(["plan", lines, "--ranks", "2", "--chunk-size", "2048", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["options"]["chunk_size"] == 2048
 
 
 def test_demo_says_what_it_needs(monkeypatch, capsys):

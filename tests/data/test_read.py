@@ -70,10 +70,9 @@ def test_each_turn_of_a_transcript_is_a_sample_that_trains_what_was_answered(row
 def test_sharegpt_in_its_own_words(options, tmp_path):
     words = {"system": "system", "user": "human", "assistant": "gpt"}
     row = {"conversations": [{"from": words[one["role"]], "value": one["content"]} for one in TALK]}
-    assert trained(read(write_lines(tmp_path / "talks.jsonl", [row]), options)) == [
-        ["Seven.<|im_end|>\n"],
-        ["None at all.<|im_end|>\n"],
-    ]
+    for talk in (row, row["conversations"]):
+        found = read(write_lines(tmp_path / "talks.jsonl", [talk]), options)
+        assert trained(found) == [["Seven.<|im_end|>\n"], ["None at all.<|im_end|>\n"]]
 
 
 def test_a_whole_transcript_trains_all_turns_also_where_the_template_changed_them(folder, tmp_path):
@@ -161,6 +160,9 @@ def test_folders_of_datasets(options, tmp_path):
     datasets = pytest.importorskip("datasets")
     talks = datasets.Dataset.from_list([{"messages": TALK}])
     talks.save_to_disk(str(tmp_path / "one"))
+    ids = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]}).with_format("numpy")
+    ids.save_to_disk(str(tmp_path / "ids"))
+    assert [one.tokens for one in read(str(tmp_path / "ids")).sequences] == [[1, 2], [3]]
     assert len(read(str(tmp_path / "one"), options).sequences) == 2
     datasets.DatasetDict({"train": talks, "test": talks}).save_to_disk(str(tmp_path / "both"))
     with pytest.raises(OptionError, match="train, test"):
@@ -179,12 +181,17 @@ def test_token_ids_with_what_says_what_is_trained(tmp_path):
         {"prompts": [0, 5], "responses": [6, 7, 0], "attention_mask": [0, 1, 1, 1, 0], "response_mask": [1, 1, 0]},
         {"input_ids": [0, 5, 6, 7, 0], "attention_mask": [0, 1, 1, 1, 0], "response_mask": [1, 1, 0]},
         {"tokens": 3, "prompt_ids": [5], "completion_ids": [6, 7], "labels": [-100, 6, 7]},
+        {"prompt_ids": [0, 5], "prompt_mask": [0, 1], "completion_ids": [6, 7, 0], "completion_mask": [1, 1, 0]},
+        {"input_ids": [5], "output_ids": [6, 7]},
     ]
     found = read(write_lines(tmp_path / "ids.jsonl", rows)).sequences
     assert [list(one.tokens) for one in found] == [[5, 6, 7]] * len(rows)
     assert [one.spans for one in found] == [((1, 3),)] * len(rows)
     assert (found[1].trajectory, found[1].turn, found[4].reward, found[5].reward) == ("a", 3, 2.0, 1.0)
     assert found[0].loss_mask().tolist() == [False, True, True]
+    cut_off = {"prompt_ids": [0, 5], "prompt_mask": [0, 1], "completion_ids": [6, 7], "completion_mask": [0, 0]}
+    (one,) = read(write_lines(tmp_path / "cut.jsonl", [cut_off])).sequences
+    assert (list(one.tokens), one.spans) == ([5, 6, 7], ())
 
 
 def test_a_rollout_file_is_known_by_its_content(tmp_path):

@@ -159,6 +159,11 @@ def test_the_cost_of_a_tree_is_that_of_its_schedule_and_whole_chunks_count():
         return max(model.tree_seconds(PrefixTree.build([sequences[i] for i in group])) for group in groups)
 
     assert slowest(balance(sequences, 4, model)) <= slowest(balance(sequences, 4, Rates(*model.tree_rates())))
+    shares = [(0, 1359, [2066]), (1, 493, [1487, 2135]), (2, 808, [1313, 2253, 1629, 1956, 2597])]
+    sequences = [
+        [i] * shared + [9 + n] * (size - shared) for i, shared, sizes in shares for n, size in enumerate(sizes)
+    ]
+    assert slowest(balance(sequences, 2, model)) <= slowest(balance(sequences, 2, model, contiguous=True))
 
 
 def test_pairs_weigh_long_sequences_more():

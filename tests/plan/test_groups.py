@@ -96,6 +96,9 @@ def test_what_groups_may_not_do():
     ):
         with pytest.raises(ScheduleError, match=rule):
             verify(TREE, schedule.in_groups(groups))
+    kept = [dataclasses.replace(other.ops[0], results=True), *other.ops[1:]]
+    with pytest.raises(ScheduleError, match="swept by stages and keep nothing"):
+        verify(TREE, schedule.in_groups((one, GroupOps(other.sequences, tuple(kept)))))
     for change in ({"sweep": "chunks"}, {"mode": "score"}):
         with pytest.raises(ScheduleError, match="swept by stages and keep nothing"):
             verify(TREE, dataclasses.replace(schedule, **change))

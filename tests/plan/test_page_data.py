@@ -13,6 +13,7 @@ from dta_compile.plan.peak_memory import bytes_by_op
 from tests.support.pages import read_page
 from tests.support.plans import peak_bytes
 
+IN_GROUPS = plan([[1, 2], [1, 3]], sweep="stages", groups=2, strategy="packed", memory_budget=0)
 SEQUENCES = [[5, 6, 7, 8], [5, 6, 7, 9, 10], [5, 6], [], [11], [5, 6, 7, 8]]
 
 
@@ -59,11 +60,11 @@ def test_sums_are_the_plans(made, page_of):
     assert page.facts["stats"] == dataclasses.asdict(stats)
 
 
-@pytest.mark.parametrize("made", drawn_plans(), ids=repr)
+@pytest.mark.parametrize("made", [*drawn_plans(), IN_GROUPS], ids=repr)
 def test_ops_are_as_printed_and_every_token_has_a_chunk(made, page_of):
     page = page_of(made)
     text = "\n".join([str(made.schedule).partition("\n")[0], *page.facts["ops"]])
-    assert Schedule.parse(text) == made.schedule
+    assert Schedule.parse(text) == dataclasses.replace(made.schedule, groups=())
     kinds = [page.facts["kinds"][kind] for kind in page.columns["kind"]]
     assert kinds == [line.split()[0] for line in page.facts["ops"]]
     assert (page.columns["ownerValue"] >= 0).all()
@@ -132,7 +133,7 @@ def test_tokens_have_the_role_of_the_message_that_they_are_of(page_of):
     for role, count in zip(columns["roleValue"].astype(int), lengths.astype(int), strict=True):
         counts[page.facts["roles"][role]] += int(count)
     assert counts == {"other": 2, "system": 5, "user": 4, "tool": 4, "thinking": 2, "answer": 4}
-    assert "roleStart" not in page_of(plan([[2, 3]]), tokenizer=Template(), sequences=[[2, 3]]).columns
+    assert "roleStart" not in page_of(plan([[2, 99]]), tokenizer=Template(), sequences=[[2, 99]]).columns
 
 
 @pytest.mark.parametrize(
@@ -147,6 +148,7 @@ def test_tokens_have_the_role_of_the_message_that_they_are_of(page_of):
         ({"sequences": [[1]] * 6}, "sequence 0"),
         ({"sequences": [[5, 6, 7, 8], [4, 6, 7, 9, 10], [5, 6], [], [11], [5, 6, 7, 8]]}, "are not the plan's"),
         ({"tokenizer": "gpt2"}, "decode"),
+        ({"loss_masks": [[[0, 1], [0]], *[[]] * 5]}, "a loss mask does not fit"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_written(known, message, tmp_path):
@@ -215,15 +217,27 @@ def test_an_image_is_one_unit_and_different_images_fork(page_of):
     assert "images    4 in the sequences, 3 different, each encoded once" in str(made)
     page = page_of(made, tokenizer=Letters(), thumbnails={"y": b"\x89PNG...", "not there": b""})
     assert page.facts["thumbnails"] == {"2": "data:image/png;base64,iVBORy4uLg=="}
-    with pytest.raises(PlanError, match=r"a thumbnail that a page cannot hold[\s\S]*image y"):
-        page_of(made, tokenizer=Letters(), thumbnails={"y": b"<svg/>"})
+    for content in (b"<svg/>", None):
+        with pytest.raises(PlanError, match=r"a thumbnail that a page cannot hold[\s\S]*image y"):
+            page_of(made, tokenizer=Letters(), thumbnails={"y": content})
     texts = [page.facts["texts"][entry] for entry in page.columns["token"]]
     assert "".join(texts) == "a⟨image 1, 3 tokens⟩bc⟨image 2, 2 tokens⟩⟨image 3, 3 tokens⟩b"
     assert set(page.facts["texts"][:4]) == set("abci"), "texts of whole ids come first"
     assert plan(sequences).prefix_tree.num_rows == 8
 
 
-@pytest.mark.parametrize("images", [[[(1, 4, 0)]], [[], [], [(4, 6, 0)]], [[], [(3, 5, 0), (1, 4, 1)], []]])
+@pytest.mark.parametrize(
+    "images",
+    [
+        [[(1, 4, 0)]],
+        [[], [], [(4, 6, 0)]],
+        [[], [(3, 5, 0), (1, 4, 1)], []],
+        [[], [(1, 4, [0])], []],
+        [[], [(1.0, 4.0, 0)], []],
+        [[], [(1, 4)], []],
+        [[], None, []],
+    ],
+)
 def test_images_that_do_not_fit_are_refused(images):
     with pytest.raises(PlanError, match="images do not fit"):
         plan([[1, 9, 9, 9, 2]] * 3, images=images)

@@ -200,6 +200,8 @@ ONE = PrefixTree.build([[7, 8]])
         ("anchor s0[0:2] out\n restore s0[0:2]", "transparent", "a restore copies from one spine that is kept"),
         ("anchor s0[0:1] out\n anchor s0[1:3]", "score", "slices lie inside their sequence"),
         ("", "score", "every sequence is attached once"),
+        ("attach\n forward s0[0:2] out\n attach s0", "transparent", "outputs are written before the attach"),
+        ("anchor s0[0:2] out\n attach\n attach s0", "score", "score mode attaches once"),
     ],
 )
 def test_short_illegal_schedules(text, mode, rule):
@@ -215,6 +217,11 @@ def test_short_illegal_schedules(text, mode, rule):
             "anchor s0[0:2] out\n pop s0[0:2]\n attach s0\n anchor s0[0:1]\n",
             "the second half of a sweep of stages runs chunks of the first",
         ),
+        (
+            "anchor s0[0:2]\n anchor s0[0:2] out\n pop s0[0:2]\n attach s0",
+            "hands on the hidden states of every token once",
+        ),
+        ("anchor s0[0:2] out\n" * 2 + "pop s0[0:2]\n attach s0", "hands on the hidden states of every token once"),
     ],
 )
 def test_halves_of_a_sweep_of_stages(text, rule):

@@ -79,6 +79,31 @@ def test_rows_of_a_data_set_are_read_by_their_columns():
     pair, texts = {"chosen_ids": [3], "prompt_ids": [1, 2], "prompt": "a"}, {"text": "b", "prompt": "a"}
     assert [key.tolist() for key in prefix_keys([pair])] == [[1, 2, 3]]
     assert [key.tolist() for key in prefix_keys([texts, {"prompt": ""}])] == [[97], []]
+    unusual = {"prompt_ids": [1], "chosen_ids": None, "completion_ids": [2**40]}
+    assert [key.tolist() for key in prefix_keys([unusual])] == [[1, 2**40]]
     assert not prefix_keys([])
     with pytest.raises(OptionError, match="rows without tokens"):
         prefix_keys([{"pixels": 1}])
+    with pytest.raises(OptionError, match="rows without tokens"):
+        prefix_keys([{"input_ids": [1.5]}])
+
+
+class Picture:
+    """Like an image of PIL: its text has its address, its bytes are its contents."""
+
+    def __init__(self, contents):
+        self.contents = contents
+
+    def tobytes(self):
+        return self.contents
+
+
+def test_rows_with_images_have_the_same_keys_on_all_ranks():
+    from dta_compile.rollouts.prefix_keys import prefix_keys
+
+    def rows():
+        return [{"messages": [{"role": "user", "content": [{"image": Picture(name)}]}]} for name in (b"a", b"b")]
+
+    of_ranks = rows(), rows()  # both are kept, at other addresses
+    keys, others = map(prefix_keys, of_ranks)
+    assert all(map(np.array_equal, keys, others)) and not np.array_equal(*keys)

@@ -82,12 +82,15 @@ def _divide(costs: RunCosts, num_groups: int, contiguous: bool, seconds: TreeSec
     runs = contiguous_groups(costs, num_groups)
     few = int((costs.order.lengths - costs.order.common).sum()) <= FEW_CHUNKS * CHUNK_TOKENS * num_groups
     least, largest = costs.bound(num_groups), max(costs(a, b) for a, b in runs)
+    in_order = [np.arange(a, b) for a, b in runs]
     if contiguous or num_groups == 1 or (largest <= least + least // NEAR_ENOUGH and not (few and seconds)):
-        return [np.arange(a, b) for a, b in runs]
+        return in_order
     items = Items(costs, [a for a, _ in runs])
     best = _cheapest(items, np.searchsorted(items.starts, [a for a, _ in runs]), least)
     if few and seconds:
-        exchange_whole_chunks(costs.order, best, seconds)
+        slowest = exchange_whole_chunks(costs.order, best, seconds)
+        if slowest is not None and slowest >= max(seconds(_tree(costs.order, group)) for group in in_order):
+            return in_order  # what costs less by tokens and pairs may have more chunks that are not full
     groups = [items.positions(group.members) for group in best.groups]
     return sorted(groups, key=lambda positions: int(positions[0]))
 
@@ -125,11 +128,14 @@ _WORK = 2**14  # budget of sequences whose trees are priced, retries included: b
 _TRIES = 16  # exchanges priced per round, best estimates by tokens and pairs first
 
 
-def exchange_whole_chunks(order: LexicographicOrder, groups: Groups, seconds: TreeSeconds) -> None:
-    """Exchange subtrees while the slowest group gets faster; `seconds` prices a whole tree, chunk by chunk."""
+def exchange_whole_chunks(order: LexicographicOrder, groups: Groups, seconds: TreeSeconds) -> float | None:
+    """Exchange subtrees while the slowest group gets faster; `seconds` prices a whole tree, chunk by chunk.
+
+    Returns the seconds of the slowest group; None if there are too many sequences to price.
+    """
     work = _WORK - len(order.order)
     if work < 0:
-        return
+        return None
 
     def price(group: Group) -> float:
         return seconds(_tree(order, groups.items.positions(group.members)))
@@ -138,6 +144,7 @@ def exchange_whole_chunks(order: LexicographicOrder, groups: Groups, seconds: Tr
     while work > 0 and improved:
         improved, priced = groups.improve(prices, price, _TRIES, _TRIES)
         work -= priced
+    return max(prices)
 
 
 def _tree(order: LexicographicOrder, positions: IntArray) -> PrefixTree:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -128,9 +129,19 @@ class Images:
 
     @classmethod
     def of(cls, images: Iterable[Any]) -> Images:
-        """Number the images of all sequences in the order of their first token."""
-        rows = [[tuple(image) for image in row] for row in images]
-        return cls(rows, {image: n for n, image in enumerate(dict.fromkeys(i for row in rows for *_, i in row), 1)})
+        """Number the images of all sequences in the order of their first token.
+
+        Raises:
+            PlanError: not lists of `(start, stop, image)`.
+        """
+        try:
+            rows = [
+                [(operator.index(start), operator.index(stop), image) for start, stop, image in row] for row in images
+            ]
+            different = dict.fromkeys(image for row in rows for *_, image in row)
+        except (TypeError, ValueError) as error:  # no integers, nothing to iterate over, or nothing to hash
+            raise _no_image("", str(error)) from error
+        return cls(rows, {image: number for number, image in enumerate(different, 1)})
 
     def spans(self, lengths: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
         """Yield the index of the sequence, start, stop and number of every image.

@@ -176,8 +176,8 @@ class Engine:
             for node in {value.grad_fn for value in frontier if value.grad_fn is not None}:
                 node.register_prehook(lambda _: cache.expire())
             frontier = [cache.tensor(i) if value is None else value for i, value in enumerate(values)]
-        frontier = noticing_gradients(frontier, self.executable)
-        run = Run(call, frontier, self.outputs_of(call, frontier), functools.partial(self.outputs_of, call))
+        outputs = noticing_gradients(self.outputs_of(call, frontier), self.executable.outputs)
+        run = Run(call, frontier, outputs, functools.partial(self.outputs_of, call))
         if self.checks_padding and not self.padding_is_checked:
             self.padding_is_checked = check_padding(run)  # the rows of the self-check may have none
         return run

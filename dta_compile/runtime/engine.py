@@ -42,7 +42,7 @@ from dta_compile.runtime.measure.profiler import trace_artifact
 from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.one_tree.call import GroupRanks, PieceCall, over_ranks
 from dta_compile.runtime.owned_frontier import owned_frontier
-from dta_compile.runtime.returned_cache import ReturnedCache
+from dta_compile.runtime.returned_cache import ReturnedCache, can_wait
 from dta_compile.runtime.transparent import dense_frontier, no_autocast
 from dta_compile.runtime.upstream_values import noticing_gradients
 from dta_compile.runtime.verification.self_check import check_padding, may_check_padding, self_check, verified
@@ -164,7 +164,7 @@ class Engine:
             cache_now: compute a KV cache among the outputs now; else when it is read.
         """
         mode = "transparent" if self.executable.training and torch.is_grad_enabled() else "score"
-        call = self.planned(args, mode, cache_now, layers)
+        call = self.planned(args, mode, cache_now or not can_wait(self.executable, args), layers)
         try:
             with no_autocast():
                 values = _dense_values(call)

@@ -338,10 +338,11 @@ def test_weights_that_run_forward_again_may_not_change_before(options, is_frozen
         assert_same(torch.autograd.grad(loss, [*above.parameters()]), expected)
 
 
-@pytest.mark.parametrize("budget", [0, 2**30])
-def test_hooks_on_saved_tensors_hide_no_change_of_a_parameter(model, budget):
-    """Eager mode goes on with the copies that these hooks have made."""
-    compiled = torch.compile(model, backend="dta", options={**SMALL_CHUNKS, "memory_budget": budget})
+@pytest.mark.parametrize(("budget", "verify"), [(0, "auto"), (2**30, "auto"), (0, "always")])
+def test_hooks_on_saved_tensors_hide_no_change_of_a_parameter(model, budget, verify):
+    """Eager mode goes on with the copies that these hooks have made; a verified call is given views of parameters."""
+    options = {**SMALL_CHUNKS, "memory_budget": budget, "verify": verify}
+    compiled = torch.compile(model, backend="dta", options=options)
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept):
         loss = weighted(compiled(IDS))
     with torch.no_grad():

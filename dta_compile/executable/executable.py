@@ -119,6 +119,8 @@ class Output:
         is_cache: whether it is a KV cache.
         is_over_tokens: whether the size of a dimension depends on the number of tokens.
         follows_choice: whether it depends on a discrete choice (of an expert, a token) made by rounded values.
+        reads: numbers of the frontier values that it is computed from.
+        is_differentiated: gradients reach these by every way, so that a backward tells what it reads at padding.
         upstream: numbers of the outputs from which it is computed, whose gradient lacks what comes by way of it.
     """
 
@@ -130,6 +132,8 @@ class Output:
     is_cache: bool = False
     is_over_tokens: bool = False
     follows_choice: bool = False
+    reads: tuple[int, ...] = ()
+    is_differentiated: bool = False
     upstream: tuple[int, ...] = ()
 
 

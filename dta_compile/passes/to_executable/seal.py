@@ -46,14 +46,14 @@ from dta_compile.passes.chunk.chunk_graph import chunk_device
 from dta_compile.passes.cuts.other_batches import programs_of
 from dta_compile.passes.cuts.row_epilogue import row_dim, row_layout
 from dta_compile.passes.gradients.unroll import all_mixers, all_parameters, times_of
-from dta_compile.passes.graphs.nodes import behind
+from dta_compile.passes.graphs.nodes import behind, descendants
 from dta_compile.passes.graphs.operators import INDEX_ENTRIES, INDEX_EVERY_AXIS, INDEX_ONE_AXIS, SAME_ENTRIES, aten
 from dta_compile.passes.graphs.source_lines import where
 from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.program import ChunkInput as LoweredInput
 from dta_compile.passes.program import FrontierValue, Mixed, Program, ancestors, has_tensor, tensors_of
 from dta_compile.passes.symbols import expression, free_symbols, hint, sizes, symbolic
-from dta_compile.passes.to_executable.upstream import upstream_outputs
+from dta_compile.passes.to_executable.upstream import stops_gradients, upstream_outputs
 
 
 def seal(program: Program) -> Executable:
@@ -185,12 +185,15 @@ def _row_epilogue(program: Program) -> RowEpilogue | NoRowEpilogue | None:
 def _outputs(program: Program, slots: Mapping[fx.Node, int]) -> tuple[Output, ...]:
     chosen, caches = choices(program), {value.node for value in program.frontier if value.is_cache}
     positions = {node: i for i, node in enumerate(program.placeholders)}
-    upstream = upstream_outputs(program)
+    upstream, frontier = upstream_outputs(program), {value.node: i for i, value in enumerate(program.frontier)}
+    differentiated = set(program.joint.differentiated)
+    stopping = set(filter(stops_gradients, filter(has_tensor, descendants(program.graph, frontier))))
 
     def output(number: int, node: Any) -> Output:
         if not isinstance(node, fx.Node):
             return Output(str(node), "", node)
-        value = spec(node.meta["val"])
+        value, between = spec(node.meta["val"]), ancestors([node], stop=frontier.__contains__)
+        reads = tuple(i for value, i in frontier.items() if value in between)
         shape = value.shape if isinstance(value, TensorSpec) else ()
         tokens = program.tokens.free_symbols if program.tokens is not None else set()
         return Output(
@@ -202,6 +205,8 @@ def _outputs(program: Program, slots: Mapping[fx.Node, int]) -> tuple[Output, ..
             node in caches,
             not tokens.isdisjoint(free_symbols(shape)),
             bool(chosen) and not chosen.isdisjoint(ancestors([node])),
+            reads,
+            differentiated.issuperset(reads) and stopping.isdisjoint(between),
             upstream.get(number, ()),
         )
 

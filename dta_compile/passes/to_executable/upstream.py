@@ -27,7 +27,7 @@ def upstream_outputs(program: Program) -> dict[int, tuple[int, ...]]:
         return {}
     upstream, intact = dict[int, tuple[int, ...]](), _intact(program)
     for source, number in number_of.items():
-        if _stops_gradients(source):
+        if stops_gradients(source):
             continue
         reached = _reached(program, source, intact)
         later = {node: is_intact for node, is_intact in reached.items() if node in number_of and node is not source}
@@ -53,11 +53,12 @@ def _reached(program: Program, source: fx.Node, intact: set[fx.Node]) -> dict[fx
     reached = {source: is_returned and program.rest is None}
     for node, reads in program.traced.reads.items():
         ways = [reached[arg] for arg in reads if arg in reached]
-        if ways and node.op != "output" and not _stops_gradients(node):
+        if ways and node.op != "output" and not stops_gradients(node):
             reached[node] = node in intact and all(ways)
     return reached
 
 
-def _stops_gradients(node: fx.Node) -> bool:
+def stops_gradients(node: fx.Node) -> bool:
+    """Return whether no gradient gets through a node."""
     is_alone = isinstance(node.meta.get("val"), torch.Tensor)  # several results may be of several kinds
     return node.target is aten.detach.default or (is_alone and not may_have_gradient(node))

@@ -91,8 +91,7 @@ class FrontierValue:
     """A per-token value that leaves the token region: rows `[rows, *features]` of it become dense again.
 
     `memory_order` lists its dimensions from the widest stride to the narrowest, as in the trace of the epilogue.
-    Tokens outside all `uses` need no row: the dense value is zero there and its gradient is ignored. `sources` are the
-    numbers of earlier frontier values from which it is computed, so that its gradient is a part of theirs. If no entry
+    Tokens outside all `uses` need no row: the dense value is zero there and its gradient is ignored. If no entry
     of it is returned, it is `inner`: padding reads as a real token, since a logarithm of zeros would not be finite.
     """
 
@@ -105,7 +104,6 @@ class FrontierValue:
     memory_order: tuple[int, ...]
     is_cache: bool
     uses: tuple[Use, ...]
-    sources: tuple[int, ...]
     inner: bool
 
 
@@ -121,6 +119,9 @@ class Output:
         is_cache: whether it is a KV cache.
         is_over_tokens: whether the size of a dimension depends on the number of tokens.
         follows_choice: whether it depends on a discrete choice (of an expert, a token) made by rounded values.
+        reads: numbers of the frontier values that it is computed from.
+        is_differentiated: gradients reach these by every way, so that a backward tells what it reads at padding.
+        upstream: numbers of the outputs from which it is computed, whose gradient lacks what comes by way of it.
     """
 
     name: str
@@ -131,6 +132,9 @@ class Output:
     is_cache: bool = False
     is_over_tokens: bool = False
     follows_choice: bool = False
+    reads: tuple[int, ...] = ()
+    is_differentiated: bool = False
+    upstream: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,6 +87,24 @@ class Folding:
     left_out: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """The graph before anything was rewritten in it.
+
+    Attributes:
+        reads: in order, the tensor operands of every node.
+        outputs: the outputs of the call.
+    """
+
+    reads: Mapping[fx.Node, Sequence[fx.Node]] = dataclasses.field(default_factory=dict)
+    outputs: Sequence[Any] = ()
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> Traced:
+        """Return what a graph is now."""
+        return cls({node: operands(node) for node in graph.nodes}, tuple(output_node(graph).args[0]))
+
+
 @dataclasses.dataclass
 class Program(HasMixers):
     """A captured call and the results of the passes, in pass order; each pass declares the fields that it writes.
@@ -106,6 +124,7 @@ class Program(HasMixers):
     draws: Sequence[fx.Node] = ()  # random operators, in graph order
     asserted: Sequence[fx.Node] = ()  # assertions of the model about inputs alone
     written: Sequence[int] = ()  # inputs that are written to; their final values are the last outputs
+    traced: Traced = Traced()  # the graph as the user wrote it, for what lies between outputs
     # token_axis
     batch: sympy.Expr | None = None
     tokens: sympy.Expr | None = None
@@ -231,6 +250,11 @@ def has_tensor(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) or (
         isinstance(value, (tuple, list)) and any(isinstance(item, torch.Tensor) for item in value)
     )
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """Return the tensor operands of a node, each once: not sizes, which passes take from elsewhere."""
+    return [arg for arg in node.all_input_nodes if has_tensor(arg)]
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

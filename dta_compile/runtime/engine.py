@@ -42,10 +42,16 @@ from dta_compile.runtime.measure.profiler import trace_artifact
 from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.one_tree.call import GroupRanks, PieceCall, over_ranks
 from dta_compile.runtime.owned_frontier import owned_frontier
-from dta_compile.runtime.returned_cache import ReturnedCache
+from dta_compile.runtime.returned_cache import ReturnedCache, can_wait
 from dta_compile.runtime.transparent import dense_frontier, no_autocast
 from dta_compile.runtime.upstream_values import noticing_gradients
-from dta_compile.runtime.verification.self_check import check_padding, may_check_padding, self_check, verified
+from dta_compile.runtime.verification.self_check import (
+    check_padding,
+    may_check_padding,
+    may_depend_on_padding,
+    self_check,
+    verified,
+)
 from dta_compile.runtime.written_inputs import write
 from dta_compile.torch_compat.tensors import FakeTensor
 
@@ -164,7 +170,7 @@ class Engine:
             cache_now: compute a KV cache among the outputs now; else when it is read.
         """
         mode = "transparent" if self.executable.training and torch.is_grad_enabled() else "score"
-        call = self.planned(args, mode, cache_now, layers)
+        call = self.planned(args, mode, cache_now or not can_wait(self.executable, args), layers)
         try:
             with no_autocast():
                 values = _dense_values(call)
@@ -176,15 +182,16 @@ class Engine:
             for node in {value.grad_fn for value in frontier if value.grad_fn is not None}:
                 node.register_prehook(lambda _: cache.expire())
             frontier = [cache.tensor(i) if value is None else value for i, value in enumerate(values)]
-        frontier = noticing_gradients(frontier, self.executable)
-        run = Run(call, frontier, self.outputs_of(call, frontier), functools.partial(self.outputs_of, call))
-        if self.checks_padding and not self.padding_is_checked:
-            self.padding_is_checked = check_padding(run)  # the rows of the self-check may have none
+        outputs = noticing_gradients(self.outputs_of(call, frontier), self.executable.outputs)
+        run = Run(call, frontier, outputs, functools.partial(self.outputs_of, call))
+        if self.checks_padding:  # the rows of the self-check may have none
+            self.padding_is_checked |= check_padding(run, self.padding_is_checked)
         return run
 
     def check_padding_of(self, call: PlannedCall) -> None:
-        """Check a call that is streamed, once, by scoring it: padding must change no output, nor a loss by one."""
-        if self.checks_padding and not self.padding_is_checked and may_check_padding(call):
+        """Check a call that is streamed by scoring it: padding must change no output, nor a loss by one."""
+        is_due = any(may_depend_on_padding(output, self.padding_is_checked) for output in self.executable.outputs)
+        if self.checks_padding and is_due and may_check_padding(call):
             with torch.no_grad():
                 self.run(call.args)
             self.last_plan = call.plan

@@ -6,16 +6,23 @@ of the call, or until a parameter or an input changes; until then it holds the i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from dta_compile.errors import RuntimeContractError
-from dta_compile.executable.executable import FrontierValue
+from dta_compile.executable.executable import Executable, FrontierValue
+from dta_compile.executable.layouts import InputKind
 from dta_compile.runtime.calls.planned_call import PlannedCall, plan_call
 from dta_compile.runtime.transparent import dense_frontier, gradient_of_cache, no_autocast
 from dta_compile.torch_compat.tensors import make_wrapper_subclass, no_torch_function, pytree, without_modes
+
+
+def can_wait(executable: Executable, args: Sequence[Any]) -> bool:
+    """Return whether a cache may be computed when it is read: writes to weights will be noticed until then."""
+    return not any(args[spec.index].is_inference() for spec in executable.region_parameters)
 
 
 class ReturnedCache:
@@ -25,11 +32,14 @@ class ReturnedCache:
         self.call: PlannedCall | None = call
         read = [value for value in (*call.args, *call.dense) if isinstance(value, torch.Tensor)]
         self.state = [(value, _state(value)) for value in read]
+        # Inference tensors do not count writes.
+        data = [call.args[i] for i, spec in enumerate(call.executable.inputs) if spec.kind is InputKind.DATA]
+        self.copies = [(value, value.clone()) for value in data if value.is_inference()]
         self.values: list[torch.Tensor | None] | None = None
 
     def expire(self) -> None:
         """Drop the call before its backward: an optimizer may then change parameters undetected."""
-        self.call, self.state = None, []
+        self.call, self.state, self.copies = None, [], []
 
     def tensor(self, index: int) -> OnDemand:
         """Return a lazy tensor for a frontier value."""
@@ -50,7 +60,8 @@ class ReturnedCache:
     def _computed(self) -> list[torch.Tensor | None]:
         call = self.call
         is_sharded = call is not None and call.context.layers is not None  # other ranks would have to gather, too
-        if call is None or is_sharded or any(_state(value) != state for value, state in self.state):
+        is_changed = any(_state(value) != state for value, state in self.state)
+        if call is None or is_sharded or is_changed or not all(itertools.starmap(torch.equal, self.copies)):
             raise RuntimeContractError(
                 "the returned KV cache is computed when it is read, and it is too late for that",
                 expected="a read before the call's backward, with its parameters and inputs as they were",
@@ -76,7 +87,7 @@ def _state(value: torch.Tensor) -> tuple[int, int, int]:
 
 
 class OnDemand(torch.Tensor):
-    """Lazy tensor of a returned KV cache: any operator on it computes the cache first."""
+    """Lazy tensor of a returned KV cache: any operator on it, or a look at its memory, computes the cache first."""
 
     cache: ReturnedCache
     number: int  # index of the frontier value
@@ -112,6 +123,11 @@ class OnDemand(torch.Tensor):
         args, kwargs = pytree.tree_map_only(cls, lambda tensor: tensor.cache.value(tensor.number), (args, kwargs or {}))
         return func(*args, **kwargs)
 
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """Return the computed tensor."""
+        return self.cache.value(self.number)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"OnDemand(shape={tuple(self.shape)}, dtype={self.dtype})"
 
@@ -120,3 +136,14 @@ class OnDemand(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.cache.value(self.number).__reduce_ex__(protocol)
+
+
+def _of_computed(name: str) -> Callable[..., Any]:
+    def method(tensor: OnDemand, *args: Any, **kwargs: Any) -> Any:
+        return getattr(tensor.data, name)(*args, **kwargs)
+
+    return method
+
+
+for _name in ("numpy", "tolist", "data_ptr", "untyped_storage", "__dlpack__"):  # no operators
+    setattr(OnDemand, _name, _of_computed(_name))

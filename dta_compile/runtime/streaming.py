@@ -31,6 +31,7 @@ from dta_compile.runtime.rows.buffers import PathRows
 from dta_compile.runtime.rows.gradients import RowGradients
 from dta_compile.runtime.stand_in import StandIns, tensors_of
 from dta_compile.runtime.transparent import gradient_of_cache, no_autocast
+from dta_compile.runtime.upstream_values import noticing_gradients
 
 aten = torch.ops.aten
 
@@ -255,6 +256,7 @@ class _Rows:
         loss_fn: Callable[..., torch.Tensor],
     ) -> None:
         self.call, self.buffers, self.sources, self.loss_fn = call, buffers, sources, loss_fn
+        self.streamed = {source for source in sources if isinstance(source, int)}
         self.losses: dict[int, torch.Tensor] = {}
         self.used: set[int] = set()  # frontier values that a loss sends gradients to
         self.gradients = RowGradients()  # of the epilogue and the loss for other leaves, such as parameters
@@ -282,7 +284,7 @@ class _Rows:
         self.gradients.begin_row()
         with torch.enable_grad():
             outputs = self._outputs(row, leaves)
-            rows = [outputs[source][0] if isinstance(source, int) else source[row] for source in self.sources]
+            rows = [outputs[source] if isinstance(source, int) else source[row] for source in self.sources]
             loss = _checked(self.loss_fn(row, *rows), row)
         self.losses[row] = loss.detach()
         if not loss.requires_grad:
@@ -306,13 +308,14 @@ class _Rows:
         self.used.add(index)
 
     def _outputs(self, row: int, leaves: Sequence[torch.Tensor]) -> Sequence[Any]:
-        """Run the row epilogue: the graph's outputs for one row."""
+        """Run the row epilogue: the graph's outputs for one row, without batch axis; None where loss_fn gets none."""
         batch = self.call.batch
         inputs, dense = ([_cut(value, dim, row, batch) for value, dim in pairs] for pairs in (self.inputs, self.dense))
         # Same memory, but not autograd leaves: loss_fn may write to its outputs in place.
         frontier = [aten._unsafe_view(leaf, leaf.shape) for leaf in leaves]
-        outputs: Sequence[Any] = self.epilogue(batch, *inputs, *frontier, *dense)
-        return outputs
+        outputs = self.epilogue(batch, *inputs, *frontier, *dense)
+        of_row = [output[0] if i in self.streamed else None for i, output in enumerate(outputs)]
+        return noticing_gradients(of_row, self.call.executable.outputs)
 
 
 def _cut(value: Any, dim: int | None, row: int, batch: int) -> Any:

@@ -388,8 +388,7 @@ def save(
             hooks on saved tensors must not get them.
     """
     ctx.save_for_backward(*computed, *given)
-    watched = (*(tensor for tensor in given if tensor.is_leaf), *read)
-    ctx.memory = [(t, t.untyped_storage(), t._version) for t in watched if not t.is_inference()]
+    ctx.memory = [(t, t.untyped_storage(), t._version) for t in (*given, *read) if not t.is_inference()]
 
 
 def unchanged(ctx: Any) -> tuple[torch.Tensor, ...]:

@@ -15,30 +15,33 @@ from typing import Any
 import torch
 
 from dta_compile.errors import RuntimeContractError
-from dta_compile.executable.executable import Executable
+from dta_compile.executable.executable import Output
 from dta_compile.runtime.transparent import TreeFunction
 from dta_compile.torch_compat.autograd import note_hooks, will_run
 
 
-def noticing_gradients(frontier: Sequence[torch.Tensor], executable: Executable) -> list[torch.Tensor]:
-    """Return the dense frontier values; a backward raises where a gradient is asked for that lacks a part."""
-    values, noticing, watched = executable.frontier, list(frontier), dict[int, Watched]()
-    for i, value in enumerate(values):
-        sources = [source for source in value.sources if frontier[source].requires_grad]
-        if not (sources and frontier[i].requires_grad):
+def noticing_gradients(outputs: Sequence[Any], facts: Sequence[Output]) -> tuple[Any, ...]:
+    """Return the outputs of a call; a backward raises where a gradient is asked for that lacks a part."""
+    noticing, watched = list(outputs), dict[int, Watched]()
+    sources_of = {i: [j for j in fact.upstream if _has_gradient(outputs[j])] for i, fact in enumerate(facts)}
+    upstream = {source for i, sources in sources_of.items() if _has_gradient(outputs[i]) for source in sources}
+    # An output comes after all that it is computed from, because it has these upstream and all that they have.
+    for i in sorted(upstream | {i for i, sources in sources_of.items() if sources}, key=lambda i: len(sources_of[i])):
+        if not _has_gradient(outputs[i]):
             continue
-        for source in sources:
-            if source not in watched:
-                watched[source] = Watched(values[source].name, _where(executable, values[source].name))
-                noticing[source] = watched[source].watch(noticing[source])
-        upstream = [watched[source] for source in sources]
-        tensors = (noticing[source] for source in sources)
-        noticing[i] = DownstreamValue.apply(noticing[i], value.name, upstream, *tensors)
-    return noticing
+        if sources := sources_of[i]:
+            of_sources = [watched[source] for source in sources]
+            tensors = (noticing[source] for source in sources)
+            noticing[i] = DownstreamValue.apply(noticing[i], facts[i].name, of_sources, *tensors)
+        if i in upstream:
+            watched[i] = Watched(facts[i].name, facts[i].where)
+            noticing[i] = watched[i].watch(noticing[i])
+    by_tensor = {id(before): after for before, after in zip(outputs, noticing, strict=True) if before is not after}
+    return tuple(by_tensor.get(id(output), output) for output in outputs)  # one tensor may be several outputs
 
 
-def _where(executable: Executable, name: str) -> str:
-    return next((output.where for output in executable.outputs if output.name == name), "")
+def _has_gradient(output: Any) -> bool:
+    return isinstance(output, torch.Tensor) and output.requires_grad
 
 
 class Watched:
@@ -47,13 +50,13 @@ class Watched:
     Attributes:
         name, where: for messages: the value's name and the user's source line.
         tensor: weak reference to the output.
-        hooks: the hooks registered on it, which may outlive it.
+        hooks: the hooks registered on it and on its autograd node, which may outlive it.
     """
 
     def __init__(self, name: str, where: str) -> None:
         self.name, self.where = name, where
         self.tensor: weakref.ref[torch.Tensor] | None = None
-        self.hooks: Mapping[int, Any] = {}
+        self.hooks: list[Mapping[int, Any]] = []
 
     def watch(self, value: torch.Tensor) -> torch.Tensor:
         """Return an identity of the value that notes its hooks."""
@@ -65,7 +68,7 @@ class Watched:
     def asked_by(self) -> str:
         """What takes its gradient, as far as the tensor knows."""
         tensor = self.tensor() if self.tensor is not None else None
-        if self.hooks:
+        if any(self.hooks):
             return f"a hook on {self.name}"
         return f"retain_grad() on {self.name}" if tensor is not None and tensor.retains_grad else ""
 
@@ -89,8 +92,8 @@ class UpstreamValue(torch.autograd.Function):
 
 
 @note_hooks(UpstreamValue)
-def _note_hooks(ctx: Any, output: torch.Tensor) -> None:
-    ctx.watched.hooks = output._backward_hooks
+def _note_hooks(ctx: Any, hooks: Mapping[int, Any]) -> None:
+    ctx.watched.hooks.append(hooks)
 
 
 class DownstreamValue(torch.autograd.Function):

@@ -3,7 +3,7 @@
 Correctness depends on the switches: a graph's calls are compared with them by identity.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -52,18 +52,30 @@ with needed_for("noticing hooks on results"):
 
     register_hooks: Any = _FunctionBase._register_hook_dict
 
-Note = Callable[[Any, torch.Tensor], None]
+Note = Callable[[Any, Mapping[int, Any]], None]
 
 
 def note_hooks(function: type[torch.autograd.Function]) -> Callable[[Note], Note]:
-    """Decorate what is called with the context of a function and its output when the first hook on that comes."""
+    """Decorate what is called with the context of a function, an autograd node, and the hooks by number that it or its
+    output has, when the first of these comes."""
 
     def decorator(note: Note) -> Note:
+        node: Any = function._backward_cls
+
         def register(ctx: Any, output: torch.Tensor) -> None:
-            note(ctx, output)
+            note(ctx, output._backward_hooks)  # type: ignore[arg-type]
             register_hooks(ctx, output)
 
-        function._backward_cls._register_hook_dict = register  # type: ignore[attr-defined]
+        def noting(register: Callable[..., Any]) -> Callable[..., Any]:
+            def register_on_node(ctx: Any, hook: Callable[..., Any]) -> Any:
+                handle = register(ctx, hook)
+                note(ctx, handle.hooks_dict_ref())
+                return handle
+
+            return register_on_node
+
+        node._register_hook_dict = register
+        node.register_hook, node.register_prehook = noting(node.register_hook), noting(node.register_prehook)
         return note
 
     return decorator

@@ -172,6 +172,27 @@ def test_a_cache_cannot_be_read_once_what_it_is_computed_from_may_have_changed(m
             output.past_key_values.layers[0].keys.detach()
 
 
+def test_a_cache_of_inference_tensors_is_read_as_numbers_and_not_once_these_have_changed(model):
+    """Inference tensors count no writes, and `numpy` and `tolist` are no operators."""
+    eager = copy.deepcopy(model)
+    model.compile(backend="dta", options={"verify": "off"})
+    with torch.inference_mode():
+        ids = fork(prompts()[0])
+        layer, expected = (one(input_ids=ids).past_key_values.layers[0] for one in (model, eager))
+        assert_close(
+            [torch.from_numpy(layer.keys.cpu().numpy()), torch.tensor(layer.values.tolist())],
+            [expected.keys, expected.values],
+        )
+        late = model(input_ids=ids).past_key_values.layers[0]
+        ids.copy_(ids.flip(1))
+        with pytest.raises(RuntimeContractError, match="KV cache is computed when it is read"):
+            late.keys.numpy()
+        for parameter in model.parameters():
+            parameter.data = parameter.detach().clone()  # an inference tensor
+        layer = model(input_ids=ids).past_key_values.layers[0]
+        assert type(layer.keys) is torch.Tensor
+
+
 def test_scoring_without_a_cache_runs_over_the_tree(model):
     eager = copy.deepcopy(model)
     model.compile(backend="dta")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import dta_compile
-from dta_compile.errors import VerificationError
+from dta_compile.errors import RuntimeContractError, VerificationError
 from dta_compile.runtime.verification import sample, self_check
 from tests.support.inside import inside
 from tests.support.tiny import SMALL_CHUNKS, BareLM, TinyLM, after, assert_same, log_probs, shared_ids, weighted
@@ -356,6 +356,30 @@ def test_a_metric_is_checked_at_the_first_call_that_has_padding(verify, masked):
         else:
             with pytest.raises(VerificationError, match=r"output 1 \(.*depends on padding"):
                 compiled(ids, mask)
+
+
+def test_a_metric_that_reads_padding_by_the_data_of_a_later_call_is_refused():
+    """By a mask of the caller's; with a gradient the backward tells."""
+    torch._dynamo.reset()
+    model, ids = BareLM(), shared_ids(4, 9)
+    mask = torch.arange(9) < torch.tensor([[9], [6], [9], [7]])
+
+    def function(ids, mask, weights):
+        found = log_probs(model(ids, mask), ids)
+        return (found * mask[:, 1:]).sum(), (found.detach() * weights).sum() / weights.sum(), (found * weights).sum()
+
+    compiled, good = dta(function, **SMALL_CHUNKS), mask[:, 1:].double()
+    bad = good.index_fill(1, torch.tensor([6]), 1.0)
+    assert_same(compiled(ids, mask, good), function(ids, mask, good))
+    with pytest.raises(VerificationError, match=r"output 1 .*depends on padding"):
+        compiled(ids, mask, bad)
+    assert_same(compiled(ids, mask, good), function(ids, mask, good))
+    alone = dta(lambda *args: function(*args)[2], **SMALL_CHUNKS)
+    for refused in (RuntimeContractError, VerificationError):
+        with torch.set_grad_enabled(refused is RuntimeContractError):
+            assert_same(alone(ids, mask, good), function(ids, mask, good)[2])
+            with pytest.raises(refused, match="padding"):
+                alone(ids, mask, bad).backward()
 
 
 def test_padding_of_every_batch_of_a_call_is_looked_at():

@@ -1,5 +1,6 @@
 """`streaming_step` is the compiled function on the whole batch, with the sum of `loss_fn(row, *outputs[row])`."""
 
+import concurrent.futures
 import dataclasses
 
 import pytest
@@ -190,6 +191,35 @@ def test_gradients_outside_of_the_rows_are_sent_once(policy):
     assert_same(actual, after(policy, lambda: step(eager)))
     for hook in hooks:
         hook.remove()
+
+
+def test_losses_may_be_computed_in_another_thread_and_by_functions_of_their_own(policy):
+    """Autograd counts its nodes in every thread, and calls what a function keeps by the function's own names."""
+
+    class Named(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            ctx.name = "named"
+            return value * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+
+        def loss(row, values):
+            return pool.submit(loss_of_row, row, Named.apply(values)).result(30) + policy.scale.exp()
+
+        compiled = check(policy, lambda ids: log_probs(policy.lm(ids), ids), IDS, loss=loss)
+        kept = []
+
+        def pairs(row, values):
+            kept.append(pool.submit(torch.sum, values).result(30))
+            return kept[-1] - kept[0]
+
+        with pytest.raises(RuntimeContractError, match="reads a value of another row"):
+            dta_compile.streaming_step(compiled, pairs, IDS)
 
 
 def test_losses_of_pairs_of_rows_are_refused(policy):

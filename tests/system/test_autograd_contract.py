@@ -338,10 +338,11 @@ def test_weights_that_run_forward_again_may_not_change_before(options, is_frozen
         assert_same(torch.autograd.grad(loss, [*above.parameters()]), expected)
 
 
-@pytest.mark.parametrize("budget", [0, 2**30])
-def test_hooks_on_saved_tensors_hide_no_change_of_a_parameter(model, budget):
-    """Eager mode goes on with the copies that these hooks have made."""
-    compiled = torch.compile(model, backend="dta", options={**SMALL_CHUNKS, "memory_budget": budget})
+@pytest.mark.parametrize(("budget", "verify"), [(0, "auto"), (2**30, "auto"), (0, "always")])
+def test_hooks_on_saved_tensors_hide_no_change_of_a_parameter(model, budget, verify):
+    """Eager mode goes on with the copies that these hooks have made; a verified call is given views of parameters."""
+    options = {**SMALL_CHUNKS, "memory_budget": budget, "verify": verify}
+    compiled = torch.compile(model, backend="dta", options=options)
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept):
         loss = weighted(compiled(IDS))
     with torch.no_grad():
@@ -609,6 +610,44 @@ def test_hooks_on_outputs_from_which_others_are_computed_are_refused(model, stat
             loss.backward()
         assert "test_autograd_contract.py" in caught.value.where or "tiny.py" in caught.value.where
         assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_hooks_on_outputs_that_the_compiler_computes_anew_or_looks_through_are_refused(model):
+    """A view, a weight, positions and joined slices: eager mode computes the logits from each of them."""
+
+    def states(ids):
+        positions = model.position(torch.arange(ids.shape[1]))
+        hidden = model.mix(model.embedding(ids) + positions)
+        first, rest = hidden[:, :1], hidden[:, 1:]
+        joined = torch.cat([first, rest], 1)
+        flat = joined.reshape(-1, joined.shape[-1])
+        weight = model.head.weight * 2
+        return positions, first, rest, flat, weight, F.linear(flat.view(joined.shape), weight)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(states, backend="dta", options=SMALL_CHUNKS)
+    for i in range(5):
+        for ask in (
+            lambda value: value.retain_grad(),
+            lambda value: value.register_hook(torch.neg),
+            lambda value: value.grad_fn.register_prehook(lambda grads: grads),
+        ):
+            *others, logits = compiled(IDS)
+            ask(others[i])
+            with pytest.raises(RuntimeContractError, match="lacks what comes by way of"):
+                weighted(logits).backward()
+    expected = after(model, lambda: sum(map(weighted, states(IDS))).backward())
+    assert_same(after(model, lambda: sum(map(weighted, compiled(IDS))).backward()), expected)
+
+
+def test_hooks_on_rows_from_which_others_are_computed_are_refused_in_a_streaming_step(model, stateful):
+    def loss(row, first, second, logits, score):
+        first.register_hook(torch.neg)
+        return weighted(logits) + weighted(first)
+
+    with pytest.raises(RuntimeContractError, match="lacks what comes by way of"):
+        dta_compile.streaming_step(stateful[1], loss, IDS)
+    model.zero_grad()
 
 
 def test_gradients_for_outputs_from_which_others_are_computed_are_refused(stateful):

@@ -65,7 +65,7 @@ def other_batches(program: Program) -> None:
     program.prologue = graph_of(program, [], program.prologue_nodes)
     settings = program.training, program.codegen, program.own_symbols, True
     program.rest = rest = Program(module, *settings, inputs, module, placeholders)
-    rest.filled |= {"inputs", "module", "placeholders", "draws", "asserted", "written"}
+    rest.filled |= {"inputs", "module", "placeholders", "draws", "asserted", "written", "traced"}
 
 
 def _refuse_random_operators(program: Program) -> None:

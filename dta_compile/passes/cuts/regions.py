@@ -171,7 +171,7 @@ def _frontier_value(program: Program, node: fx.Node, is_cache: bool) -> Frontier
     order = memory_order(node.meta["val"])
     dtype = node.meta["val"].dtype
     return FrontierValue(
-        node.name, layout, sizes(node), features, dtype, differentiable, order, is_cache, everywhere, (), False, node
+        node.name, layout, sizes(node), features, dtype, differentiable, order, is_cache, everywhere, False, node
     )
 
 

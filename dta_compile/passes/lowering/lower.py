@@ -61,7 +61,7 @@ from dta_compile.passes.lowering.row_loops import select_masked_writes, undo_row
 from dta_compile.passes.lowering.row_weights import multiply_by_experts, multiply_unrepeated
 from dta_compile.passes.lowering.same_entries import replace_same_entries
 from dta_compile.passes.lowering.shifts import shifts_to_mixers
-from dta_compile.passes.program import Program, all_nodes, ancestors, name_of, output_node
+from dta_compile.passes.program import Program, Traced, all_nodes, ancestors, name_of, output_node
 from dta_compile.passes.symbols import depends_on_data, reads_number
 from dta_compile.passes.tracing import tracing
 from dta_compile.torch_compat import autograd
@@ -74,10 +74,12 @@ GRADIENT_MODES = (autograd.set_grad_enabled, autograd.enter_inference_mode, auto
 
 
 @contract(
-    reads=["captured", "training", "length"], fills=["inputs", "module", "placeholders", "draws", "asserted", "written"]
+    reads=["captured", "training", "length"],
+    fills=["inputs", "module", "placeholders", "draws", "asserted", "written", "traced"],
 )
 def lower(program: Program) -> None:
-    """Lower `program.captured`: fill `.inputs`, `.module`, `.placeholders`, `.draws`, `.asserted` and `.written`."""
+    """Lower `program.captured`: fill `.inputs`, `.module`, `.placeholders`, `.draws`, `.asserted`, `.written` and
+    `.traced`."""
     captured = program.captured
     placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
     _refuse_assigned_data(captured)
@@ -96,6 +98,7 @@ def lower(program: Program) -> None:
     for node in graph.find_nodes(op="call_function", target=STOP_GRADIENT):
         node.target = aten.detach.default
     _flatten_output(graph)
+    program.traced = Traced.of(graph)
     program.placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     kinds = {node: spec.kind for node, spec in zip(program.placeholders, program.inputs, strict=True)}
     weights = {node for node, kind in kinds.items() if kind is InputKind.PARAMETER}

@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import functools
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -45,13 +46,14 @@ from dta_compile.passes.chunk.chunk_graph import chunk_device
 from dta_compile.passes.cuts.other_batches import programs_of
 from dta_compile.passes.cuts.row_epilogue import row_dim, row_layout
 from dta_compile.passes.gradients.unroll import all_mixers, all_parameters, times_of
-from dta_compile.passes.graphs.nodes import behind, may_have_gradient
+from dta_compile.passes.graphs.nodes import behind, descendants
 from dta_compile.passes.graphs.operators import INDEX_ENTRIES, INDEX_EVERY_AXIS, INDEX_ONE_AXIS, SAME_ENTRIES, aten
 from dta_compile.passes.graphs.source_lines import where
 from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.program import ChunkInput as LoweredInput
 from dta_compile.passes.program import FrontierValue, Mixed, Program, ancestors, has_tensor, tensors_of
 from dta_compile.passes.symbols import expression, free_symbols, hint, sizes, symbolic
+from dta_compile.passes.to_executable.upstream import stops_gradients, upstream_outputs
 
 
 def seal(program: Program) -> Executable:
@@ -149,8 +151,8 @@ def _frontier_value(program: Program, value: FrontierValue, slots: Mapping[fx.No
         return Use(use.frame, frozenset(conditions))
 
     facts = {field.name: getattr(value, field.name) for field in dataclasses.fields(executable.FrontierValue)}
-    uses, sources = tuple(map(at_slots, value.uses)), _sources(program, value)
-    changed = {"shape": sizes(value.node), "uses": uses, "sources": sources, "inner": _is_inner(program, value)}
+    uses = tuple(map(at_slots, value.uses))
+    changed = {"shape": sizes(value.node), "uses": uses, "inner": _is_inner(program, value)}
     return executable.FrontierValue(**{**facts, **changed})
 
 
@@ -163,20 +165,6 @@ def _is_inner(program: Program, value: FrontierValue) -> bool:
             return False
         pending += [user for user in node.users if user.target in SAME_ENTRIES]
     return program.rest is None and not value.is_cache
-
-
-def _has_no_gradient(node: fx.Node) -> bool:
-    is_alone = isinstance(node.meta.get("val"), torch.Tensor)  # several results may be of several kinds
-    return node.target is aten.detach.default or (is_alone and not may_have_gradient(node))
-
-
-def _sources(program: Program, value: FrontierValue) -> tuple[int, ...]:
-    """Return the numbers of the frontier values to which gradients flow from a value."""
-    if value.is_cache or not value.differentiable:
-        return ()
-    read = ancestors([value.node], stop=_has_no_gradient)
-    differentiable = ((i, x) for i, x in enumerate(program.frontier) if x.differentiable and not x.is_cache)
-    return tuple(i for i, other in differentiable if other.node in read and other.node is not value.node)
 
 
 def _row_epilogue(program: Program) -> RowEpilogue | NoRowEpilogue | None:
@@ -197,11 +185,15 @@ def _row_epilogue(program: Program) -> RowEpilogue | NoRowEpilogue | None:
 def _outputs(program: Program, slots: Mapping[fx.Node, int]) -> tuple[Output, ...]:
     chosen, caches = choices(program), {value.node for value in program.frontier if value.is_cache}
     positions = {node: i for i, node in enumerate(program.placeholders)}
+    upstream, frontier = upstream_outputs(program), {value.node: i for i, value in enumerate(program.frontier)}
+    differentiated = set(program.joint.differentiated)
+    stopping = set(filter(stops_gradients, filter(has_tensor, descendants(program.graph, frontier))))
 
-    def output(node: Any) -> Output:
+    def output(number: int, node: Any) -> Output:
         if not isinstance(node, fx.Node):
             return Output(str(node), "", node)
-        value = spec(node.meta["val"])
+        value, between = spec(node.meta["val"]), ancestors([node], stop=frontier.__contains__)
+        reads = tuple(i for value, i in frontier.items() if value in between)
         shape = value.shape if isinstance(value, TensorSpec) else ()
         tokens = program.tokens.free_symbols if program.tokens is not None else set()
         return Output(
@@ -213,9 +205,12 @@ def _outputs(program: Program, slots: Mapping[fx.Node, int]) -> tuple[Output, ..
             node in caches,
             not tokens.isdisjoint(free_symbols(shape)),
             bool(chosen) and not chosen.isdisjoint(ancestors([node])),
+            reads,
+            differentiated.issuperset(reads) and stopping.isdisjoint(between),
+            upstream.get(number, ()),
         )
 
-    return tuple(map(output, program.outputs))
+    return tuple(itertools.starmap(output, enumerate(program.outputs)))
 
 
 def _written(program: Program) -> tuple[Written, ...]:

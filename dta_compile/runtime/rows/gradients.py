@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dta_compile.errors import RuntimeContractError
 from dta_compile.torch_compat.autograd import sequence_number
@@ -22,24 +23,30 @@ class RowGradients:
     these nodes runs once, after the last row, so that hooks see the gradient of the whole batch. If one of the nodes is
     behind another, the backward of each row goes on to the leaves instead. Nodes of an earlier row are refused: what is
     behind them has gone backward for that row, and is gone.
+
+    Autograd numbers nodes in the order in which they are made, but anew in every thread. So a node with a small number
+    counts as one from before only if no value of a row is behind it.
     """
 
     def __init__(self) -> None:
         self._sums: dict[Edge, torch.Tensor] = {}
-        self._behind: dict[Node, set[Node]] = {}
+        self._behind: dict[Node, set[Node]] = {}  # nodes behind those that are from before the step
+        self._rows, self._row_of = 0, WeakTensorKeyDictionary()  # of the values that rows are given
         self._first_of_rows = self._first_of_row = sequence_number()
 
     def begin_row(self) -> None:
         """Mark autograd nodes that are made from now on as nodes of the row."""
         self._first_of_row = sequence_number()
+        self._rows += 1
 
     def of_row(self, loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """Return the gradients of a row's loss for some leaves (None: no dependence); add the others to the sums."""
         own = [leaf for leaf in leaves if leaf.requires_grad]
+        self._row_of.update(dict.fromkeys(own, self._rows))
         edges = {get_gradient_edge(leaf)[:2] for leaf in own}
         start = get_gradient_edge(loss)[:2]
-        ends = _ends(start, lambda node: _is_leaf(node) or node._sequence_nr() < self._first_of_row)
-        if any(self._first_of_rows <= node._sequence_nr() for node, _ in ends if not _is_leaf(node)):
+        ends = _ends(start, lambda node: _is_leaf(node) or self._row(node) < self._rows)
+        if any(self._row(node) for node, _ in ends if not _is_leaf(node)):
             raise RuntimeContractError(
                 "the loss of a row reads a value of another row, with its gradient",
                 expected="losses that read the row they are given, and values from before the step",
@@ -72,13 +79,22 @@ class RowGradients:
         if self._sums:
             torch.autograd.backward([GradientEdge(*edge) for edge in self._sums], list(self._sums.values()))
 
+    def _row(self, node: Node) -> int:
+        """Return the number of a row in which a node was made, from 1; 0: before the step."""
+        number = node._sequence_nr()
+        if node in self._behind or number >= self._first_of_rows:
+            return 0 if node in self._behind else self._rows - (number < self._first_of_row)
+        behind = {after for after, _ in _walk(_following(node), lambda node: False)}
+        leaves = (after.variable for after in behind if _is_leaf(after))  # type: ignore[attr-defined]
+        if row := max((self._row_of.get(leaf, 0) for leaf in leaves), default=0):
+            return row
+        self._behind[node] = behind
+        return 0
+
     def _has_one_behind_another(self, ends: Iterable[Edge]) -> bool:
         """Return whether one end is behind another, like `p` behind a `p.exp()` that was computed before the row."""
         nodes = {node for node, _ in ends}
-        older = {node for node in nodes if not _is_leaf(node)}
-        for node in older - self._behind.keys():
-            self._behind[node] = {after for after, _ in _walk(_following(node), lambda node: False)}
-        return any(nodes & self._behind[node] for node in older)
+        return any(nodes & self._behind[node] for node in nodes if not _is_leaf(node))
 
 
 def _walk(start: Iterable[Edge], is_end: Callable[[Node], bool]) -> dict[Edge, bool]:
@@ -102,7 +118,7 @@ def _following(node: Node) -> list[Edge]:
 
 
 def _is_leaf(node: Node) -> bool:
-    return node.name() == "torch::autograd::AccumulateGrad"
+    return type(node).__name__ == "AccumulateGrad"  # nodes of custom functions may have another `name`
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,15 +27,17 @@ class Probe:
 
     Args:
         all_finite: the captured program's outputs are all finite.
+        read: numbers of the frontier values to perturb at padding; None: all.
     """
 
-    def __init__(self, run: Run, all_finite: bool = True) -> None:
+    def __init__(self, run: Run, all_finite: bool = True, read: Collection[int] | None = None) -> None:
         self.all_finite = all_finite
         self.outputs, self.run = run.call.executable.outputs, run
         self.dtype = precision(run.call.executable, run.call.device)
         self.tolerance = TOLERANCES.get(self.dtype, 5e-2)
         self.rounding = min(ROUNDING * torch.finfo(self.dtype).eps, self.tolerance)
-        self.padding = [run.call.alone.layout.padding(i) for i in range(len(run.frontier))]
+        layout, numbers = run.call.alone.layout, range(len(run.frontier))
+        self.padding = [layout.padding(i) if read is None or i in read else None for i in numbers]
         self.has_padding = any(mask is not None for mask in self.padding)
         self.masks: dict[int, torch.Tensor] = {}
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,7 @@ from torch import fx
 
 from dta_compile.errors import DTAError, VerificationError
 from dta_compile.executable.as_captured import as_captured
-from dta_compile.executable.executable import OF_SEVERAL_BATCHES, Executable
+from dta_compile.executable.executable import OF_SEVERAL_BATCHES, Executable, Output
 from dta_compile.ops.feature_tables import part_of_batch
 from dta_compile.runtime.calls.planned_call import PlannedCall, Run
 from dta_compile.runtime.measure.budget import default_budget
@@ -109,20 +108,34 @@ def self_check(
         return f"skipped: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:150]}"
 
 
-def check_padding(run: Run) -> bool:
+def check_padding(run: Run, again: bool) -> bool:
     """Check that padding changes no output of a whole call; return False if it has none, or cannot be checked.
+
+    Args:
+        again: a call before has passed, so this one is checked as far as masks made of other data may change the
+            result, and no gradient at padding would tell of it.
 
     Raises:
         VerificationError: naming the output.
     """
-    size = sum(itertools.compress((value.nbytes for value in run.frontier), run.call.wanted))
-    reason = _not_comparable(run.call)
-    if (reason and reason != OF_SEVERAL_BATCHES) or COPIES * size > default_budget(run.call.device):
+    call, executable = run.call, run.call.executable
+    if again and executable.rest is not None:
+        return True  # its epilogue is a run of the model
+    pairs = enumerate(zip(executable.outputs, run.outputs, strict=True))
+    numbers = [i for i, (output, value) in pairs if may_depend_on_padding(output, again and takes_gradient(value))]
+    read = {i for number in numbers for i in executable.outputs[number].reads if call.wanted[i]}
+    reason, size = _not_comparable(call), sum(run.frontier[i].nbytes for i in read)
+    if (reason and reason != OF_SEVERAL_BATCHES) or COPIES * size > default_budget(call.device):
         return False
-    probe = Probe(run)
-    for i in range(len(run.outputs)):
+    probe = Probe(run, read=read)
+    for i in numbers:
         probe.require_no_padding(i)
     return probe.has_padding
+
+
+def may_depend_on_padding(output: Output, has_gradient: bool) -> bool:
+    """Return whether an output may be computed from padding, without a gradient that would tell of it."""
+    return bool(output.reads) and not output.is_over_tokens and not (has_gradient and output.is_differentiated)
 
 
 def may_check_padding(call: PlannedCall) -> bool:

@@ -113,16 +113,19 @@ class Gathered:
         }
         _gather(left)
         for state in left:
+            show_unsharded(state)
             state._pre_backward(None)
         for state in self.modules:
             state._register_root_post_backward_final_callback()
 
     def leave(self) -> None:
-        """Show the sharded parameters again where a layer is not gathered, as the call returns."""
+        """Show the sharded parameters of layers again as the call returns, also of those that stay gathered.
+
+        They are what `model.parameters()` gives between forward and backward, as without this package.
+        """
         for group in groups_of(self.layers):
-            if not group.is_unsharded:
-                for parameter in group.fsdp_params:
-                    parameter._setattr_on_modules(parameter.sharded_param)
+            for parameter in group.fsdp_params:
+                parameter._setattr_on_modules(parameter.sharded_param)
 
 
 class _OfThread(threading.local):
@@ -285,6 +288,16 @@ def _free_unused(states: Sequence[Any]) -> None:
             free(group, "FORWARD")
 
 
+def start_gather(state: Any) -> None:
+    """Start to gather a state's groups, also in a backward for which `set_unshard_in_backward(False)` was called.
+
+    Chunks may run forward again there, unlike in eager mode.
+    """
+    for group in groups_of([state]):
+        with group.use_training_state(type(group._training_state).IDLE):
+            group.unshard(async_op=True)
+
+
 def free(group: Any, training_state: str) -> None:
     """Free a group as FSDP2 does in a training state; "FORWARD" keeps groups with `reshard_after_forward=False`."""
     with group.use_training_state(type(group._training_state)[training_state]):
@@ -367,6 +380,8 @@ def _before(hook: Hook, state: Any) -> Hook:
             return _cast(args, dtype), _cast(kwargs, dtype)
         if not torch.compiler.is_compiling():
             _complete(state)
+            if any(group.is_unsharded for group in groups_of([state])):  # FSDP2 expects these on the modules
+                show_unsharded(state)
         return hook(module, args, kwargs)
 
     return _as_replacement(before_forward)

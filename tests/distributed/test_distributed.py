@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dta_compile
@@ -121,6 +122,51 @@ def test_parameters_are_gathered_for_a_self_check_until_it_succeeds(one_rank, mo
     for _ in range(2):
         weighted(compiled(shared_ids())).backward()
         assert "outputs within" in dta_compile.last_plan(compiled).estimates.self_check
+
+
+def with_hooks_that_read(forward):
+    def pack(value):
+        assert value.untyped_storage().nbytes() >= value.numel() * value.itemsize, "freed"
+        return value.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        return weighted(forward(shared_ids()))
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+def test_saved_tensor_hooks_never_get_parameters_that_are_freed(one_rank):
+    torch.compiler.reset()
+    options = {**SMALL_CHUNKS, "memory_budget": 0, "groups": 2, "verify": "off"}
+    per_layer.both(per_layer.pair(compile_options=options), lambda forward: with_hooks_that_read(forward).backward())
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+def test_a_module_that_is_not_gathered_for_backward_can_be_recomputed_there(one_rank):
+    def sharded(model):
+        fully_shard(model.embedding).set_unshard_in_backward(False)
+        return per_layer.by_hand(model)
+
+    torch.compiler.reset()
+    models = per_layer.pair(sharded, {**SMALL_CHUNKS, "memory_budget": 0, "verify": "off"})
+    per_layer.both(models, lambda forward: weighted(forward(shared_ids())).backward())
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+def test_gradients_can_be_cleared_between_forward_and_backward(one_rank):
+    def run(forward, model):
+        for _ in range(2):
+            loss = weighted(forward(shared_ids()))
+            model.zero_grad()
+            loss.backward()
+        loss = weighted(forward(shared_ids()))
+        weighted(model(shared_ids())).backward()  # eagerly, while the graph of the other call is alive
+        loss.backward()
+
+    torch.compiler.reset()
+    eager, model, compiled = per_layer.pair(
+        compile_options={**SMALL_CHUNKS, "sweep": "chunks"}, reshard_after_forward=True
+    )
+    per_layer.both((eager, model, compiled), lambda forward: run(forward, eager if forward is eager else model))
 
 
 def in_parts(model):

@@ -19,10 +19,11 @@ import dta_compile
 from dta_compile import distributed
 from dta_compile.errors import OptionError, RefusalError, RuntimeContractError, VerificationError
 from dta_compile.plan import CostModel
+from dta_compile.runtime.engine import Engine
 from dta_compile.runtime.path.stack import PathStack
 from dta_compile.runtime.transparent import TreeRun
 from tests.support import distributed_worker, per_layer
-from tests.support.tiny import SMALL_CHUNKS, TinyLM, shared_ids, weighted
+from tests.support.tiny import SMALL_CHUNKS, TinyLM, assert_same, shared_ids, weighted
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
 ROOT = pathlib.Path(__file__).parents[2]
@@ -167,6 +168,24 @@ def test_gradients_can_be_cleared_between_forward_and_backward(one_rank):
         compile_options={**SMALL_CHUNKS, "sweep": "chunks"}, reshard_after_forward=True
     )
     per_layer.both((eager, model, compiled), lambda forward: run(forward, eager if forward is eager else model))
+
+
+def test_a_streamed_program_that_waits_for_other_ranks_runs_once(one_rank, monkeypatch):
+    class Mean(TinyLM):
+        def forward(self, ids, mask):
+            count = mask.sum().double()
+            dist.all_reduce(count)
+            return super().forward(ids, mask).logsumexp(-1) / count
+
+    torch.compiler.reset()
+    eager, model, ids = Mean(), Mean(), shared_ids()
+    mask = torch.arange(ids.shape[1]) < 5 + torch.arange(len(ids))[:, None]
+    monkeypatch.setattr(Engine, "run", lambda *_: pytest.fail("on this rank alone, as it has padding"))
+    compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
+    losses = dta_compile.streaming_step(compiled, lambda row, values: values[mask[row]].sum(), ids, mask)
+    expected = (eager(ids, mask) * mask).sum(1)
+    expected.sum().backward()
+    assert_same((torch.stack(losses), per_layer.gradients(model)), (expected.detach(), per_layer.gradients(eager)))
 
 
 def in_parts(model):

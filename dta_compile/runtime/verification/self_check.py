@@ -116,8 +116,7 @@ def check_padding(run: Run) -> bool:
         VerificationError: naming the output.
     """
     size = sum(itertools.compress((value.nbytes for value in run.frontier), run.call.wanted))
-    reason = _not_comparable(run.call)
-    if (reason and reason != OF_SEVERAL_BATCHES) or COPIES * size > default_budget(run.call.device):
+    if _runs_once(run.call) or COPIES * size > default_budget(run.call.device):
         return False
     probe = Probe(run)
     for i in range(len(run.outputs)):
@@ -126,10 +125,11 @@ def check_padding(run: Run) -> bool:
 
 
 def may_check_padding(call: PlannedCall) -> bool:
-    """Return whether a call has padding, and all of its frontier values fit into memory for `check_padding`."""
+    """Return whether a call has padding, may run twice, and its frontier values fit into memory for `check_padding`."""
     valid = call.alone.layout.valid
     of_token = sum(math.prod(value.features) * value.dtype.itemsize for value in call.executable.frontier)
-    return not valid.all() and COPIES * valid.size * of_token <= default_budget(call.device)
+    fits = COPIES * valid.size * of_token <= default_budget(call.device)
+    return not valid.all() and fits and not _runs_once(call)
 
 
 def _self_check(
@@ -201,6 +201,11 @@ def _not_comparable(call: PlannedCall) -> str:
     if call.restarts:
         return "the program's recurrences run on from one sequence of a packed row into the next"
     return call.executable.comparison.incomparable
+
+
+def _runs_once(call: PlannedCall) -> bool:
+    """Return whether a call must not run again: it draws random numbers, say, or waits for other ranks."""
+    return _not_comparable(call) not in ("", OF_SEVERAL_BATCHES)
 
 
 def compare(

@@ -207,6 +207,15 @@ def layer_groups(parts: Sequence[Sequence[torch.Tensor]], others: Iterable[torch
     return LayerGroups(modules, of_parts, waiting)
 
 
+def all_run_layer_by_layer(mine: bool) -> bool:
+    """Return whether all ranks run this call layer by layer: those with rows too short for a tree cannot.
+
+    A collective of the ranks that share parameters, unless all parameters are gathered.
+    """
+    modules = [state for call in running() if not call.is_complete for state in call.layers]
+    return not (groups_of(modules) and _most(modules, not mine)[0]) and mine
+
+
 def gather_all() -> None:
     """Gather all parameters of the running calls, for code that may read any of them."""
     for call in running():

@@ -53,6 +53,7 @@ QUICK = (
     "ddp",
     "fsdp2",
     "per layer, calls of all kinds",
+    "per layer, short rows on a rank",
     "one tree, drawn",
     "one tree, failures",
 )

@@ -275,6 +275,14 @@ def failures() -> None:
         assert "mesh" in str(error), error
     else:
         raise AssertionError("no error")
+    try:
+        compiled(ids[:, : 1 if rank == 1 else 6])
+    except DTAError as error:
+        assert "without rows" in str(error), error
+    else:
+        raise AssertionError("no error")
+    compiled(ids[:, :1])  # there is no tree on any rank
+    weighted(compiled(ids)).backward()
     if dist.get_world_size() == 2:
         kinds_that_differ()
 

@@ -262,6 +262,16 @@ def groups_of_subtrees() -> None:
     both(models, lambda forward: weighted(forward(own_ids())).backward())
 
 
+def short_rows_on_a_rank() -> None:
+    """Check that a rank whose call runs as captured gathers and reduces in the order of ranks that have a tree."""
+    models = pair(compile_options={**SMALL_CHUNKS, "verify": "off"})
+    for columns in (9, 1):
+        ids = own_ids()[:, : columns if dist.get_rank() else 9]
+        both(models, lambda forward, ids=ids: weighted(forward(ids)).backward())
+        with torch.no_grad():
+            assert_same(models[2](ids), models[0](ids), 1e-9)
+
+
 def failures(**options: Any) -> None:
     """Check that a failing call, or a backward that fails half-way, leaves no trace in later calls."""
     models = pair(compile_options={**SMALL_CHUNKS, **options})
@@ -458,6 +468,7 @@ SCENARIOS = {
         lambda: train(functools.partial(tiny, tied=True), offloaded, clip=0.05, micro_batches=2),
     ),
     "per layer, calls of all kinds": ((2,), calls_of_all_kinds),
+    "per layer, short rows on a rank": ((2,), short_rows_on_a_rank),
     "per layer, failures": ((2,), failures),
     "per layer, failures of groups": ((2,), lambda: failures(memory_budget=0, groups=2)),
     "per layer, failures with all gathered": ((2,), lambda: failures(sweep="chunks")),

@@ -89,6 +89,7 @@ class Gathered:
         _gather({state: module for state, module in modules.items() if state not in self.layers})
         for state, module in self.layers.items():
             _make_unsharded(state, module)
+        for state in modules:
             show_unsharded(state)
         _alive.add(self)
         weakref.finalize(self, _free_unused, tuple(modules)).atexit = False
@@ -104,6 +105,17 @@ class Gathered:
             self.is_complete, self.runs_layer_by_layer = True, False
             _gather(self.layers)
 
+    def note_read(self, values: Iterable[Any]) -> None:
+        """Note which groups a graph reads: FSDP2 gives gradients of zero to those that have ever been, if it is told to.
+
+        See `set_reduce_scatter_unused_params`.
+        """
+        groups = [group for group in groups_of(self.modules) if _is_unread(group)]
+        if groups:
+            read = {id(value) for value in values}
+            for group in groups:
+                group._dta_is_read = any(id(parameter._unsharded_param) in read for parameter in group.fsdp_params)
+
     def before_backward(self, _: Any = None) -> None:
         """Gather for a backward; autograd calls this for each output of a graph of the call that gets a gradient."""
         left = {
@@ -115,6 +127,9 @@ class Gathered:
         for state in left:
             show_unsharded(state)
             state._pre_backward(None)
+        for group in filter(_is_unread, groups_of(self.modules)):
+            for parameter in group.fsdp_params:  # was gathered for the trace alone; the next call restores the flag
+                parameter._unsharded_param.requires_grad_(False)
         for state in self.modules:
             state._register_root_post_backward_final_callback()
 
@@ -155,8 +170,10 @@ def keeping(run: Callable[..., Sequence[Any]], reads_all: bool = True) -> Callab
     """
 
     def run_and_keep(*args: Any) -> Sequence[Any]:
-        for call in running() if reads_all else ():
-            call.complete()
+        for call in running():
+            call.note_read(args)
+            if reads_all:
+                call.complete()
         outputs = run(*args)
         if _of_thread.running:
             nodes = {output.grad_fn for output in outputs if isinstance(output, torch.Tensor)} - {None}
@@ -256,6 +273,11 @@ def _make_unsharded(state: Any, module: Any) -> None:
         _gather({state: module})
         for group in groups_of([state]):
             free(group, "FORWARD")
+
+
+def _is_unread(group: Any) -> bool:
+    """Return whether gradients of zero are wanted for a group, and no module or graph has read it so far."""
+    return getattr(group, "reduce_scatter_unused_params", False) and not getattr(group, "_dta_is_read", False)
 
 
 def _mark(call: Gathered, is_running: bool) -> None:
@@ -382,6 +404,8 @@ def _before(hook: Hook, state: Any) -> Hook:
             _complete(state)
             if any(group.is_unsharded for group in groups_of([state])):  # FSDP2 expects these on the modules
                 show_unsharded(state)
+            for group in groups_of([state]):
+                group._dta_is_read = True
         return hook(module, args, kwargs)
 
     return _as_replacement(before_forward)

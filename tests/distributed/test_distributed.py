@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dta_compile
 from dta_compile import distributed
 from dta_compile.errors import OptionError, RefusalError, RuntimeContractError, VerificationError
+from dta_compile.integrations.fully_shard import groups_of
 from dta_compile.plan import CostModel
 from dta_compile.runtime.engine import Engine
 from dta_compile.runtime.path.stack import PathStack
@@ -169,6 +170,31 @@ def test_gradients_can_be_cleared_between_forward_and_backward(one_rank):
         compile_options={**SMALL_CHUNKS, "sweep": "chunks"}, reshard_after_forward=True
     )
     per_layer.both((eager, model, compiled), lambda forward: run(forward, eager if forward is eager else model))
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+def test_a_module_that_is_never_read_gets_no_gradient_of_zero(one_rank):
+    def sharded(model):
+        model.value = fully_shard(torch.nn.Linear(16, 1, dtype=torch.float64))
+        per_layer.by_hand(model).set_reduce_scatter_unused_params(True)
+        return model
+
+    def run(forward, model):
+        weighted(forward(shared_ids())).backward()
+        return [parameter.grad is None for parameter in model.parameters()]
+
+    torch.compiler.reset()
+    inputs = torch.ones(2, 16, dtype=torch.float64)
+    eager, model, compiled = per_layer.pair(sharded, {**SMALL_CHUNKS, "verify": "off"})
+    for _ in range(2):
+        assert run(eager, eager) == run(compiled, model) and model.value.weight.grad is None
+    states = [part._get_fsdp_state() for part in model.modules() if isinstance(part, FSDPModule)]
+    assert [group._dta_is_read for group in groups_of(states)] == [True, True, True, False]
+    for forward, own in (eager, eager), (compiled, model):  # once it has been read, it does
+        own.value(inputs).sum().backward()
+        own.zero_grad()
+        weighted(forward(shared_ids())).backward()
+        assert own.value.weight.grad is not None
 
 
 def test_a_streamed_program_that_waits_for_other_ranks_runs_once(one_rank, monkeypatch):

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from dta_compile.attributes import attribute_set
+from dta_compile.errors import RuntimeContractError
 from dta_compile.integrations.tracing import traces_for_this_backend
 from dta_compile.torch_compat.autograd import current_backward
 from dta_compile.torch_compat.dynamo import skip_code
@@ -52,7 +53,15 @@ class Sharded:
         return len(self._modules) > known
 
     def __call__(self) -> Callable[[], None]:
-        call = Gathered({state: part for state, part in self._modules.items() if not state._dta_gathered})
+        modules = {state: part for state, part in self._modules.items() if not state._dta_gathered}
+        if current_backward() != -1 and any(map(_is_of_a_layer, modules)):
+            raise RuntimeContractError(
+                "a compiled model that FSDP2 shards is called within a backward",
+                expected="calls outside of a backward, which gathers, frees and reduces layers itself",
+                got="torch.utils.checkpoint around the call, or a call in a hook on a gradient",
+                hint="leave the checkpoint out: the plan says what is computed again, memory_budget how much",
+            )
+        call = Gathered(modules)
         _mark(call, True)
         _of_thread.running.append(call)
         return _leave
@@ -106,10 +115,7 @@ class Gathered:
             _gather(self.layers)
 
     def note_read(self, values: Iterable[Any]) -> None:
-        """Note which groups a graph reads: FSDP2 gives gradients of zero to those that have ever been, if it is told to.
-
-        See `set_reduce_scatter_unused_params`.
-        """
+        """Note which groups a graph reads: with `set_reduce_scatter_unused_params`, those get gradients of zero."""
         groups = [group for group in groups_of(self.modules) if _is_unread(group)]
         if groups:
             read = {id(value) for value in values}

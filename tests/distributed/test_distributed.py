@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import dta_compile
 from dta_compile import distributed
@@ -195,6 +196,17 @@ def test_a_module_that_is_never_read_gets_no_gradient_of_zero(one_rank):
         own.zero_grad()
         weighted(forward(shared_ids())).backward()
         assert own.value.weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+def test_a_call_that_a_checkpoint_repeats_within_a_backward_is_refused(one_rank):
+    torch.compiler.reset()
+    models = per_layer.pair()
+    loss = weighted(checkpoint(models[2], shared_ids(), use_reentrant=False))
+    with pytest.raises(RuntimeContractError, match="within a backward"):
+        loss.backward()
+    models[1].zero_grad()
+    per_layer.both(models, lambda forward: weighted(forward(shared_ids())).backward())
 
 
 def test_a_streamed_program_that_waits_for_other_ranks_runs_once(one_rank, monkeypatch):

@@ -44,6 +44,7 @@ from dta_compile.program_cache.size_guards import shape_env_of
 from dta_compile.runtime.calls.ranks import Ranks
 from dta_compile.runtime.engine import Engine
 from dta_compile.runtime.measure.profiler import trace_artifact
+from dta_compile.runtime.short_rows import beside_trees
 from dta_compile.torch_compat.sizes import unite_symbols
 from dta_compile.torch_compat.tensors import without_function_modes
 
@@ -111,7 +112,9 @@ def dta(
     except GraphWithoutAttention as plain:
         if plain.log is None and graph.refusal is not None and graph.training:
             return _refused(graph.refusal, graph.module, parsed)
-        return _plain(graph.module, plain.log)
+        plain_run = _plain(graph.module, plain.log)
+        ranks = Ranks(graph.local.group if graph.local else None)
+        return plain_run if plain.log is None else beside_trees(plain_run, parsed, ranks)
     except ContractError as broken:
         return _refused(_bug(broken), graph.module, parsed)
     except RefusalError as refusal:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from dta_compile.attributes import attribute_set
+from dta_compile.errors import RuntimeContractError
 from dta_compile.integrations.tracing import traces_for_this_backend
 from dta_compile.torch_compat.autograd import current_backward
 from dta_compile.torch_compat.dynamo import skip_code
@@ -52,7 +53,15 @@ class Sharded:
         return len(self._modules) > known
 
     def __call__(self) -> Callable[[], None]:
-        call = Gathered({state: part for state, part in self._modules.items() if not state._dta_gathered})
+        modules = {state: part for state, part in self._modules.items() if not state._dta_gathered}
+        if current_backward() != -1 and any(map(_is_of_a_layer, modules)):
+            raise RuntimeContractError(
+                "a compiled model that FSDP2 shards is called within a backward",
+                expected="calls outside of a backward, which gathers, frees and reduces layers itself",
+                got="torch.utils.checkpoint around the call, or a call in a hook on a gradient",
+                hint="leave the checkpoint out: the plan says what is computed again, memory_budget how much",
+            )
+        call = Gathered(modules)
         _mark(call, True)
         _of_thread.running.append(call)
         return _leave
@@ -89,6 +98,7 @@ class Gathered:
         _gather({state: module for state, module in modules.items() if state not in self.layers})
         for state, module in self.layers.items():
             _make_unsharded(state, module)
+        for state in modules:
             show_unsharded(state)
         _alive.add(self)
         weakref.finalize(self, _free_unused, tuple(modules)).atexit = False
@@ -104,6 +114,14 @@ class Gathered:
             self.is_complete, self.runs_layer_by_layer = True, False
             _gather(self.layers)
 
+    def note_read(self, values: Iterable[Any]) -> None:
+        """Note which groups a graph reads: with `set_reduce_scatter_unused_params`, those get gradients of zero."""
+        groups = [group for group in groups_of(self.modules) if _is_unread(group)]
+        if groups:
+            read = {id(value) for value in values}
+            for group in groups:
+                group._dta_is_read = any(id(parameter._unsharded_param) in read for parameter in group.fsdp_params)
+
     def before_backward(self, _: Any = None) -> None:
         """Gather for a backward; autograd calls this for each output of a graph of the call that gets a gradient."""
         left = {
@@ -113,16 +131,22 @@ class Gathered:
         }
         _gather(left)
         for state in left:
+            show_unsharded(state)
             state._pre_backward(None)
+        for group in filter(_is_unread, groups_of(self.modules)):
+            for parameter in group.fsdp_params:  # was gathered for the trace alone; the next call restores the flag
+                parameter._unsharded_param.requires_grad_(False)
         for state in self.modules:
             state._register_root_post_backward_final_callback()
 
     def leave(self) -> None:
-        """Show the sharded parameters again where a layer is not gathered, as the call returns."""
+        """Show the sharded parameters of layers again as the call returns, also of those that stay gathered.
+
+        They are what `model.parameters()` gives between forward and backward, as without this package.
+        """
         for group in groups_of(self.layers):
-            if not group.is_unsharded:
-                for parameter in group.fsdp_params:
-                    parameter._setattr_on_modules(parameter.sharded_param)
+            for parameter in group.fsdp_params:
+                parameter._setattr_on_modules(parameter.sharded_param)
 
 
 class _OfThread(threading.local):
@@ -152,8 +176,10 @@ def keeping(run: Callable[..., Sequence[Any]], reads_all: bool = True) -> Callab
     """
 
     def run_and_keep(*args: Any) -> Sequence[Any]:
-        for call in running() if reads_all else ():
-            call.complete()
+        for call in running():
+            call.note_read(args)
+            if reads_all:
+                call.complete()
         outputs = run(*args)
         if _of_thread.running:
             nodes = {output.grad_fn for output in outputs if isinstance(output, torch.Tensor)} - {None}
@@ -255,6 +281,11 @@ def _make_unsharded(state: Any, module: Any) -> None:
             free(group, "FORWARD")
 
 
+def _is_unread(group: Any) -> bool:
+    """Return whether gradients of zero are wanted for a group, and no module or graph has read it so far."""
+    return getattr(group, "reduce_scatter_unused_params", False) and not getattr(group, "_dta_is_read", False)
+
+
 def _mark(call: Gathered, is_running: bool) -> None:
     for state in call.modules:
         state._dta_gathered = is_running  # by a compiled call that has not returned yet
@@ -283,6 +314,16 @@ def _free_unused(states: Sequence[Any]) -> None:
     for group in groups_of(state for state in states if state not in others):
         if group.is_unsharded and group._training_state.name == "IDLE":
             free(group, "FORWARD")
+
+
+def start_gather(state: Any) -> None:
+    """Start to gather a state's groups, also in a backward for which `set_unshard_in_backward(False)` was called.
+
+    Chunks may run forward again there, unlike in eager mode.
+    """
+    for group in groups_of([state]):
+        with group.use_training_state(type(group._training_state).IDLE):
+            group.unshard(async_op=True)
 
 
 def free(group: Any, training_state: str) -> None:
@@ -367,6 +408,10 @@ def _before(hook: Hook, state: Any) -> Hook:
             return _cast(args, dtype), _cast(kwargs, dtype)
         if not torch.compiler.is_compiling():
             _complete(state)
+            if any(group.is_unsharded for group in groups_of([state])):  # FSDP2 expects these on the modules
+                show_unsharded(state)
+            for group in groups_of([state]):
+                group._dta_is_read = True
         return hook(module, args, kwargs)
 
     return _as_replacement(before_forward)

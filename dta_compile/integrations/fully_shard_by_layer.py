@@ -24,6 +24,7 @@ from dta_compile.integrations.fully_shard import (
     groups_of,
     running,
     show_unsharded,
+    start_gather,
 )
 from dta_compile.ops.dtypes import statistics_dtype
 
@@ -47,11 +48,9 @@ class LayerGroups:
 
     def begin(self, part: int) -> None:
         """Gather the groups that a part reads, and prefetch those of the next part."""
-        for state in self._of(part):
-            if (handle := self.modules[state].unshard(async_op=True)) is not None:
-                handle.wait()
+        self._gather(self._of(part))
         for state in self._to_prefetch(part + 1):
-            self.modules[state].unshard(async_op=True)
+            start_gather(state)
 
     def end(self, part: int) -> None:
         """Free the groups of a part unless the next one reads them."""
@@ -68,12 +67,11 @@ class LayerGroups:
 
     def begin_backward(self, part: int, next_part: int) -> None:
         """Gather the groups of a part, and prefetch those of the part that runs after its backward."""
+        self._gather(self._of(part))
         for state in self._of(part):
             state._pre_backward(None)
         for state in self._to_prefetch(next_part):
-            for group in groups_of([state]):
-                with group.use_training_state(type(group._training_state).PRE_BACKWARD):
-                    group.unshard(async_op=True)
+            start_gather(state)
 
     def bytes_of(self, part: int) -> tuple[int, int, int]:
         """Return the bytes on this rank of gathered parameters and whole gradients while a part goes forward and back,
@@ -138,6 +136,12 @@ class LayerGroups:
         """Return the largest of each number over the ranks that share parameters with this one."""
         return _most(self.modules, *mine)
 
+    def _gather(self, states: Iterable[Any]) -> None:
+        for state in states:
+            start_gather(state)
+            for group in groups_of([state]):
+                group.wait_for_unshard()
+
     def _to_prefetch(self, part: int) -> Sequence[Any]:
         return () if self._is_on_host else self._of(part)
 
@@ -201,6 +205,15 @@ def layer_groups(parts: Sequence[Sequence[torch.Tensor]], others: Iterable[torch
             if unsharded.requires_grad and (number := last.get(_memory(unsharded))) is not None:
                 waiting[number] += unsharded.numel() * unsharded.itemsize
     return LayerGroups(modules, of_parts, waiting)
+
+
+def all_run_layer_by_layer(mine: bool) -> bool:
+    """Return whether all ranks run this call layer by layer: those with rows too short for a tree cannot.
+
+    A collective of the ranks that share parameters, unless all parameters are gathered.
+    """
+    modules = [state for call in running() if not call.is_complete for state in call.layers]
+    return not (groups_of(modules) and _most(modules, not mine)[0]) and mine
 
 
 def gather_all() -> None:

@@ -21,6 +21,7 @@ from dta_compile.executable.as_captured import as_captured, has_checkpoints
 from dta_compile.executable.executable import Executable
 from dta_compile.integrations.fully_shard_by_layer import (
     LayerGroups,
+    all_run_layer_by_layer,
     gather_all,
     gather_to_check_again,
     gather_to_encode,
@@ -151,14 +152,15 @@ class Engine:
         All ranks must decide alike, so nothing here may depend on the batch or on measurements of one rank.
         """
         gather_to_encode(False)
-        executable, options, groups = self.executable, self.options, None
-        is_able = self.rest is None and not self.ranks.several and len(executable.parts) > 1
-        is_allowed = options.sweep != "chunks" and options.verify in ("auto", "off") and options.fallback == "raise"
-        if is_able and is_allowed and not (options.verify == "auto" and is_gathered_to_check()):
-            specs = executable.region_parameters
-            by_part = [[args[specs[i].index] for i in part.inputs if i < len(specs)] for part in executable.parts]
-            in_epilogue = [args[i] for i in executable.epilogue_reads if isinstance(args[i], torch.Tensor)]
-            groups = layer_groups(by_part, in_epilogue)
+        executable, groups = self.executable, None
+        if may_run_layer_by_layer(self.options):
+            if self.rest is None and not self.ranks.several and len(executable.parts) > 1:
+                specs = executable.region_parameters
+                by_part = [[args[specs[i].index] for i in part.inputs if i < len(specs)] for part in executable.parts]
+                in_epilogue = [args[i] for i in executable.epilogue_reads if isinstance(args[i], torch.Tensor)]
+                groups = layer_groups(by_part, in_epilogue)
+            if not all_run_layer_by_layer(groups is not None):
+                groups = None
         if groups is None:
             gather_all()
         return groups
@@ -409,6 +411,12 @@ def _dense_values(call: PlannedCall) -> list[torch.Tensor | None]:
     if isinstance(call, PieceCall):
         return owned_frontier(call)
     return frontier_of_groups(call) if call.groups else dense_frontier(call)
+
+
+def may_run_layer_by_layer(options: Options) -> bool:
+    """Return whether a call may gather layers one by one; alike on all ranks, whichever programs these run."""
+    is_allowed = options.sweep != "chunks" and options.verify in ("auto", "off") and options.fallback == "raise"
+    return is_allowed and not (options.verify == "auto" and is_gathered_to_check())
 
 
 def _pays_layer_by_layer(call: PlannedCall) -> bool:

@@ -87,8 +87,9 @@ class GroupSweep:
         self.group = GroupRun(self.call.groups[0])
         self.group.forward()
 
-    def backward(self, number: int, parameters: Sequence[torch.Tensor]) -> Gradients:
+    def backward(self, number: int) -> Gradients:
         """Run the backward of a part of the first group; return the gradients of its parameters, of all groups."""
+        parameters = self.call.parameters(self.call.parts[number])
         if number < self.first:  # its parameters get no gradient, but their groups may wait for a reduction
             if self.layers is not None:
                 self.layers.end_backward(number + 1)
@@ -194,16 +195,17 @@ class PartFunction(torch.autograd.Function):
     def forward(
         ctx: Any, sweep: GroupSweep, number: int, link: torch.Tensor, *parameters: torch.Tensor
     ) -> torch.Tensor:
-        """Save the parameters; return the link."""
+        """Note the versions of the parameters, which are not gathered yet; return the link."""
         ctx.sweep, ctx.number = sweep, number
-        save(ctx, (), parameters)
+        save(ctx, (link,), (), parameters)
         return link.clone()
 
     @staticmethod
     @torch.compiler.disable  # else Dynamo would trace it in a compiled function that calls backward()
     def backward(ctx: Any, link: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the link's and the parameters' gradients."""
-        return (None, None, torch.zeros(1, device="cpu"), *ctx.sweep.backward(ctx.number, unchanged(ctx)))
+        unchanged(ctx)
+        return (None, None, torch.zeros(1, device="cpu"), *ctx.sweep.backward(ctx.number))
 
     jvp = TreeFunction.jvp
 

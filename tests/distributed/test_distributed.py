@@ -12,16 +12,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import dta_compile
 from dta_compile import distributed
 from dta_compile.errors import OptionError, RefusalError, RuntimeContractError, VerificationError
+from dta_compile.integrations.fully_shard import groups_of
 from dta_compile.plan import CostModel
+from dta_compile.runtime.engine import Engine
 from dta_compile.runtime.path.stack import PathStack
 from dta_compile.runtime.transparent import TreeRun
 from tests.support import distributed_worker, per_layer
-from tests.support.tiny import SMALL_CHUNKS, TinyLM, shared_ids, weighted
+from tests.support.tiny import SMALL_CHUNKS, TinyLM, assert_same, shared_ids, weighted
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
 ROOT = pathlib.Path(__file__).parents[2]
@@ -51,6 +55,7 @@ QUICK = (
     "ddp",
     "fsdp2",
     "per layer, calls of all kinds",
+    "per layer, short rows on a rank",
     "one tree, drawn",
     "one tree, failures",
 )
@@ -121,6 +126,105 @@ def test_parameters_are_gathered_for_a_self_check_until_it_succeeds(one_rank, mo
     for _ in range(2):
         weighted(compiled(shared_ids())).backward()
         assert "outputs within" in dta_compile.last_plan(compiled).estimates.self_check
+
+
+def with_hooks_that_read(forward):
+    def pack(value):
+        assert value.untyped_storage().nbytes() >= value.numel() * value.itemsize, "freed"
+        return value.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        return weighted(forward(shared_ids()))
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+def test_saved_tensor_hooks_never_get_parameters_that_are_freed(one_rank):
+    torch.compiler.reset()
+    options = {**SMALL_CHUNKS, "memory_budget": 0, "groups": 2, "verify": "off"}
+    per_layer.both(per_layer.pair(compile_options=options), lambda forward: with_hooks_that_read(forward).backward())
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+def test_a_module_that_is_not_gathered_for_backward_can_be_recomputed_there(one_rank):
+    def sharded(model):
+        fully_shard(model.embedding).set_unshard_in_backward(False)
+        return per_layer.by_hand(model)
+
+    torch.compiler.reset()
+    models = per_layer.pair(sharded, {**SMALL_CHUNKS, "memory_budget": 0, "verify": "off"})
+    per_layer.both(models, lambda forward: weighted(forward(shared_ids())).backward())
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+def test_gradients_can_be_cleared_between_forward_and_backward(one_rank):
+    def run(forward, model):
+        for _ in range(2):
+            loss = weighted(forward(shared_ids()))
+            model.zero_grad()
+            loss.backward()
+        loss = weighted(forward(shared_ids()))
+        weighted(model(shared_ids())).backward()  # eagerly, while the graph of the other call is alive
+        loss.backward()
+
+    torch.compiler.reset()
+    eager, model, compiled = per_layer.pair(
+        compile_options={**SMALL_CHUNKS, "sweep": "chunks"}, reshard_after_forward=True
+    )
+    per_layer.both((eager, model, compiled), lambda forward: run(forward, eager if forward is eager else model))
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+def test_a_module_that_is_never_read_gets_no_gradient_of_zero(one_rank):
+    def sharded(model):
+        model.value = fully_shard(torch.nn.Linear(16, 1, dtype=torch.float64))
+        per_layer.by_hand(model).set_reduce_scatter_unused_params(True)
+        return model
+
+    def run(forward, model):
+        weighted(forward(shared_ids())).backward()
+        return [parameter.grad is None for parameter in model.parameters()]
+
+    torch.compiler.reset()
+    inputs = torch.ones(2, 16, dtype=torch.float64)
+    eager, model, compiled = per_layer.pair(sharded, {**SMALL_CHUNKS, "verify": "off"})
+    for _ in range(2):
+        assert run(eager, eager) == run(compiled, model) and model.value.weight.grad is None
+    states = [part._get_fsdp_state() for part in model.modules() if isinstance(part, FSDPModule)]
+    assert [group._dta_is_read for group in groups_of(states)] == [True, True, True, False]
+    for forward, own in (eager, eager), (compiled, model):  # once it has been read, it does
+        own.value(inputs).sum().backward()
+        own.zero_grad()
+        weighted(forward(shared_ids())).backward()
+        assert own.value.weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+def test_a_call_that_a_checkpoint_repeats_within_a_backward_is_refused(one_rank):
+    torch.compiler.reset()
+    models = per_layer.pair()
+    loss = weighted(checkpoint(models[2], shared_ids(), use_reentrant=False))
+    with pytest.raises(RuntimeContractError, match="within a backward"):
+        loss.backward()
+    models[1].zero_grad()
+    per_layer.both(models, lambda forward: weighted(forward(shared_ids())).backward())
+
+
+def test_a_streamed_program_that_waits_for_other_ranks_runs_once(one_rank, monkeypatch):
+    class Mean(TinyLM):
+        def forward(self, ids, mask):
+            count = mask.sum().double()
+            dist.all_reduce(count)
+            return super().forward(ids, mask).logsumexp(-1) / count
+
+    torch.compiler.reset()
+    eager, model, ids = Mean(), Mean(), shared_ids()
+    mask = torch.arange(ids.shape[1]) < 5 + torch.arange(len(ids))[:, None]
+    monkeypatch.setattr(Engine, "run", lambda *_: pytest.fail("on this rank alone, as it has padding"))
+    compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
+    losses = dta_compile.streaming_step(compiled, lambda row, values: values[mask[row]].sum(), ids, mask)
+    expected = (eager(ids, mask) * mask).sum(1)
+    expected.sum().backward()
+    assert_same((torch.stack(losses), per_layer.gradients(model)), (expected.detach(), per_layer.gradients(eager)))
 
 
 def in_parts(model):

@@ -9,8 +9,8 @@ from dta_compile.errors import RuntimeContractError
 from dta_compile.runtime.one_tree.facts import checksums, require_alike
 
 
-def facts(widths=(1,), constants=((), [7]), spans=None):
-    return types.SimpleNamespace(widths=widths, constants=constants, spans=spans)
+def facts(widths=(1,), kinds=(), constants=((), [7]), spans=None):
+    return types.SimpleNamespace(widths=widths, kinds=kinds, constants=constants, spans=spans)
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,23 @@ def in_parts() -> None:
         drawn(TinyLM, range(8), strategy="auto", ranks=2)
 
 
+class Scaled(TinyLM):
+    def forward(self, ids: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (super().forward(ids) * scale[..., None]).logsumexp(-1)
+
+
+def kinds_that_differ() -> None:
+    """Check that inputs of another dtype on one rank are refused on all: their values move between ranks."""
+    compiled, ids = torch.compile(Scaled(), backend="dta", options=over()), torch.arange(12).reshape(2, 6)
+    for dtypes in (torch.float32, torch.float64), (torch.float64, torch.float64):
+        scale, problem = (1 + ids % 2).to(dtypes[dist.get_rank()]), ""
+        try:
+            weighted(compiled(ids, scale)).backward()
+        except RuntimeContractError as error:
+            problem = str(error)
+        assert ("differ in the dtypes" in problem) == (dtypes[0] != dtypes[1]), problem
+
+
 def failures() -> None:
     """Check that a rank whose call is refused stops all ranks, and that the next call works."""
     model, rank = TinyLM(), dist.get_rank()
@@ -258,6 +275,16 @@ def failures() -> None:
         assert "mesh" in str(error), error
     else:
         raise AssertionError("no error")
+    try:
+        compiled(ids[:, : 1 if rank == 1 else 6])
+    except DTAError as error:
+        assert "without rows" in str(error), error
+    else:
+        raise AssertionError("no error")
+    compiled(ids[:, :1])  # there is no tree on any rank
+    weighted(compiled(ids)).backward()
+    if dist.get_world_size() == 2:
+        kinds_that_differ()
 
 
 SCENARIOS: dict[str, tuple[tuple[int, ...], Callable[[], None]]] = {

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 import dta_compile
 from benchmarks.measuring.allocations import allocated_at_the_peak, counting
 from dta_compile.errors import RuntimeContractError
+from dta_compile.integrations.fully_shard import groups_of
 from dta_compile.integrations.fully_shard_by_layer import LayerGroups
 from dta_compile.runtime import engine
 from tests.support.ranks import EXACT, Trained, Wrapped, assert_equal, reference, resume, trained
@@ -90,6 +91,10 @@ def train_toy(name: str, **how: Any) -> None:
 
 def is_sharded(model: torch.nn.Module) -> bool:
     return all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def is_freed(module: torch.nn.Module) -> bool:
+    return not any(group.is_unsharded for group in groups_of([module._get_fsdp_state()]))
 
 
 def hybrid(model: torch.nn.Module) -> torch.nn.Module:
@@ -172,19 +177,19 @@ def calls_of_all_kinds() -> None:
     model.zero_grad()
     with torch.no_grad():
         compiled(own_ids())
-    assert all(is_sharded(block) for block in model.blocks)
+    assert all(is_sharded(block) and is_freed(block) for block in model.blocks)
     outputs = compiled(own_ids())
-    assert not is_sharded(model.blocks[0])
+    assert is_sharded(model.blocks[0]) and not is_freed(model.blocks[0])
     with torch.no_grad():  # after a forward without backward, the gathered copy is stale
         for parameter in shards:
             parameter.mul_(1.5)
     both(models, lambda forward: weighted(forward(own_ids())).backward())
     both(models, functools.partial(crossed, order=(0, 1)))
     outputs = compiled(own_ids())
-    assert not is_sharded(model.blocks[0])
+    assert is_sharded(model.blocks[0]) and not is_freed(model.blocks[0])
     del outputs
     gc.collect()
-    assert all(is_sharded(block) for block in model.blocks)
+    assert all(is_sharded(block) and is_freed(block) for block in model.blocks)
     both(models, lambda forward: weighted(forward(own_ids())).backward())
     # Outside of compiled calls every layer is gathered and freed as in eager mode.
     freed = []
@@ -257,6 +262,16 @@ def groups_of_subtrees() -> None:
     both(models, lambda forward: weighted(forward(own_ids())).backward())
 
 
+def short_rows_on_a_rank() -> None:
+    """Check that a rank whose call runs as captured gathers and reduces in the order of ranks that have a tree."""
+    models = pair(compile_options={**SMALL_CHUNKS, "verify": "off"})
+    for columns in (9, 1):
+        ids = own_ids()[:, : columns if dist.get_rank() else 9]
+        both(models, lambda forward, ids=ids: weighted(forward(ids)).backward())
+        with torch.no_grad():
+            assert_same(models[2](ids), models[0](ids), 1e-9)
+
+
 def failures(**options: Any) -> None:
     """Check that a failing call, or a backward that fails half-way, leaves no trace in later calls."""
     models = pair(compile_options={**SMALL_CHUNKS, **options})
@@ -281,8 +296,12 @@ def failures(**options: Any) -> None:
     both(models, run)
     logits = compiled(own_ids())
     weight = model.blocks[1].up.weight  # other parameters have their gradients by then
-    whole = options.get("sweep") == "chunks"
-    hook = weight.register_hook(fail) if whole else weight.register_post_accumulate_grad_hook(fail)
+    if options.get("sweep") == "chunks":
+        states = [model.blocks[1]._get_fsdp_state()]
+        gathered = [parameter._unsharded_param for group in groups_of(states) for parameter in group.fsdp_params]
+        hook = next(one for one in gathered if one.shape == weight.shape).register_hook(fail)
+    else:
+        hook = weight.register_post_accumulate_grad_hook(fail)
     try:
         weighted(logits).backward()
     except ValueError:
@@ -404,6 +423,7 @@ def strides() -> None:
     assert collectives(lambda: weighted(compiled(own_ids())).backward()) == (7 + 1 + (4 + 1) + (2 + 1), 7)
     with prefetching():
         assert collectives(lambda: weighted(compiled(own_ids())).backward()) == (7 + 1 + 4 + 2, 7)
+        model.zero_grad()
         both(models, lambda forward: weighted(forward(own_ids())).backward())
     model.zero_grad()
     none = torch.zeros(own_ids().shape, dtype=torch.bool) if dist.get_rank() else torch.ones(own_ids().shape).bool()
@@ -448,6 +468,7 @@ SCENARIOS = {
         lambda: train(functools.partial(tiny, tied=True), offloaded, clip=0.05, micro_batches=2),
     ),
     "per layer, calls of all kinds": ((2,), calls_of_all_kinds),
+    "per layer, short rows on a rank": ((2,), short_rows_on_a_rank),
     "per layer, failures": ((2,), failures),
     "per layer, failures of groups": ((2,), lambda: failures(memory_budget=0, groups=2)),
     "per layer, failures with all gathered": ((2,), lambda: failures(sweep="chunks")),

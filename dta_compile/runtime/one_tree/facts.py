@@ -29,6 +29,7 @@ class Facts(NamedTuple):
         tokens: `[P, C]` for every real token: whether it begins a sequence, whether it is joined with the one before,
             whether its outputs are used, and the contents of its keys.
         widths: number of columns of each trunk key, then of each head key.
+        kinds: dtypes and shapes of an entry of the values that move to other ranks, and dtypes of those that come back.
         masks: class of each mask, and the numbers that they hide keys by; None: the rank has no tokens.
         spans: what layers need to know of them: spans, whether there are blocks, and the numbers.
         columns, from_first: tokens of a row, and whether every sequence begins at the first of its row.
@@ -39,6 +40,7 @@ class Facts(NamedTuple):
 
     tokens: Integers
     widths: tuple[int, ...]
+    kinds: Any
     masks: tuple[list[MaskClass], list[float]] | None
     spans: Any
     columns: int
@@ -68,17 +70,18 @@ def facts_of(own: PlannedCall) -> Facts:
     columns = [flags.reshape(-1)[places].astype(np.int64)[:, None] for flags in (starts, joined, used)]
     items = (*executable.trunk_keys, *executable.head_keys)
     keys = [_contents(own, item).reshape(masks.valid.size, -1)[places] for item in items]
+    moved = [entries_first(own.dense[i.slot], i.layout) for i in (*executable.trunk_inputs, *executable.head_inputs)]
     shared = [own.dense[slot] for slot in executable.constant_inputs]
-    kinds = [(tuple(value.shape), str(value.dtype)) for value in shared]
     spans = [(mask.window, mask.chunk, mask.block is not None) for mask in masks.classes], masks.fillers
     return Facts(
         np.concatenate([*columns, *keys], 1),
         tuple(key.shape[1] for key in keys),
+        ([(tuple(value.shape[1:]), str(value.dtype)) for value in moved], [str(v.dtype) for v in executable.frontier]),
         (masks.classes, masks.fillers) if len(places) else None,
         spans if len(places) else None,
         masks.valid.shape[1],
         masks.from_first,
-        (kinds, checksums(shared)),
+        ([(tuple(value.shape), str(value.dtype)) for value in shared], checksums(shared)),
         own.plan.limits.of_machine,
         own.plan.simulation,
     )
@@ -131,6 +134,7 @@ def require_alike(facts: Sequence[Facts]) -> None:
 
 _WORDS = {
     "widths": "the inputs that tell tokens apart",
+    "kinds": "the dtypes or shapes of inputs or outputs",
     "constants": "values that all tokens read, such as tables made from the number of columns",
     "spans": "how far tokens attend",
 }

@@ -124,8 +124,8 @@ def check_padding(run: Run, again: bool) -> bool:
     pairs = enumerate(zip(executable.outputs, run.outputs, strict=True))
     numbers = [i for i, (output, value) in pairs if may_depend_on_padding(output, again and takes_gradient(value))]
     read = {i for number in numbers for i in executable.outputs[number].reads if call.wanted[i]}
-    reason, size = _not_comparable(call), sum(run.frontier[i].nbytes for i in read)
-    if (reason and reason != OF_SEVERAL_BATCHES) or COPIES * size > default_budget(call.device):
+    size = sum(run.frontier[i].nbytes for i in read)
+    if _runs_once(call) or COPIES * size > default_budget(call.device):
         return False
     probe = Probe(run, read=read)
     for i in numbers:
@@ -139,10 +139,11 @@ def may_depend_on_padding(output: Output, has_gradient: bool) -> bool:
 
 
 def may_check_padding(call: PlannedCall) -> bool:
-    """Return whether a call has padding, and all of its frontier values fit into memory for `check_padding`."""
+    """Return whether a call has padding, may run twice, and its frontier values fit into memory for `check_padding`."""
     valid = call.alone.layout.valid
     of_token = sum(math.prod(value.features) * value.dtype.itemsize for value in call.executable.frontier)
-    return not valid.all() and COPIES * valid.size * of_token <= default_budget(call.device)
+    fits = COPIES * valid.size * of_token <= default_budget(call.device)
+    return not valid.all() and fits and not _runs_once(call)
 
 
 def _self_check(
@@ -214,6 +215,11 @@ def _not_comparable(call: PlannedCall) -> str:
     if call.restarts:
         return "the program's recurrences run on from one sequence of a packed row into the next"
     return call.executable.comparison.incomparable
+
+
+def _runs_once(call: PlannedCall) -> bool:
+    """Return whether a call must not run again: it draws random numbers, say, or waits for other ranks."""
+    return _not_comparable(call) not in ("", OF_SEVERAL_BATCHES)
 
 
 def compare(

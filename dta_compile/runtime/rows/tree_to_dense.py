@@ -89,8 +89,8 @@ class BatchLayout:
     def expand(self, index: int, buffer: RowBuffer, row: int | None = None) -> torch.Tensor:
         """Gather a frontier value into its dense layout; for one `row`, the batch axis has size one.
 
-        At padding it is next to zero, or an inner value that of a real token. Where it is unused, it is exactly zero, as
-        that may be what is proven of it. Rows that are in order become the dense value, without a copy.
+        At padding it is next to zero, or an inner value that of a real token. Where it is unused, it is exactly zero,
+        as that may be what is proven of it. Rows that are in order become the dense value, without a copy.
         """
         if row is None and isinstance(buffer, AllRows) and self.is_in_order(index):
             entries = buffer.values[: self.batch * self.windows[index][1]]

@@ -165,7 +165,7 @@ class GroupRun:
                 continue
             for i, buffer in zip(part.frontier, rows, strict=True):
                 if (output := outputs[i]) is not None and buffer is not None:
-                    output.values.index_copy_(0, index, buffer.values[:-1])
+                    output.values.index_copy_(0, index, buffer.heads)
 
     def backward(self, number: int, grads: Gradients, parameters: Sequence[torch.Tensor]) -> Gradients:
         """Run the backward of a part, after all later ones; return the gradients of its parameters."""

@@ -210,6 +210,7 @@ class _Fusion:
             for reduction in self.reductions:
                 value = self._result(reduction, results, columns)
                 inherit_line(value, reduction.node)
+                value.meta["val"] = reduction.node.meta["val"]  # for the reading of other heads
                 reduction.node.replace_all_uses_with(value)
         fused.meta["stack_trace"] = self.linear.meta.get("stack_trace")
 
@@ -229,6 +230,7 @@ class _Fusion:
             mean = mean if factor == 1 else self._call(aten.mul.Tensor, mean, factor)
             result = self._cast(mean, dtype, node.meta["val"].dtype)
         cross.meta["stack_trace"] = result.meta["stack_trace"] = node.meta.get("stack_trace")
+        result.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(result)
         self.graph.erase_node(node)
 
@@ -257,6 +259,8 @@ class _Fusion:
             results = [picked, kept]
             if values.dim() == len(others):
                 results = [self._call(aten.squeeze.dim, result, dim) for result in results]
+        for result, value in zip(results, (values, indices), strict=True):
+            result.meta["val"] = value
         for item in list(node.users):
             item.replace_all_uses_with(results[item.args[1]])
             self.graph.erase_node(item)

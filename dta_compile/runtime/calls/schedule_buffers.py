@@ -118,7 +118,7 @@ def rows_with_gradient(
     active = torch.zeros(head_rows, dtype=torch.bool, device=device)
     for buffer in gradients:
         if isinstance(buffer, AllRows) and buffer.values.numel():
-            values = buffer.values[:-1].unsqueeze(-1)
+            values = buffer.heads.unsqueeze(-1)
             values = (torch.view_as_real(values) if values.is_complex() else values).flatten(1)
             # Two reductions take a fifth of the time of comparisons with zero, and no memory.
             active |= (values.amax(1) != 0) | (values.amin(1) != 0)

@@ -222,6 +222,7 @@ class _OwnHeads(NamedTuple):
     """Head row of every token `[B, S]` of this rank's batch, among its own; see `BatchRows.head_rows`."""
 
     head_rows: Integers
+    num_head_rows: int
 
 
 def _own_heads(own: PlannedCall, of_tokens: Integers, heads: HeadRoutes, count: int) -> _OwnHeads:
@@ -229,7 +230,7 @@ def _own_heads(own: PlannedCall, of_tokens: Integers, heads: HeadRoutes, count: 
     head_rows, is_used = np.full(own.masks.valid.shape, len(heads.owned), np.int64), of_tokens < count
     places = np.flatnonzero(own.masks.valid)[is_used]
     head_rows.reshape(-1)[places] = np.searchsorted(heads.owned, of_tokens[is_used])
-    return _OwnHeads(head_rows)
+    return _OwnHeads(head_rows, len(heads.owned))
 
 
 def _moved_inputs(

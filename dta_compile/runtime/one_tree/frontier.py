@@ -26,11 +26,11 @@ class ComputedRows:
 
     def expand(self, index: int, buffer: AllRows) -> torch.Tensor:
         """Return the rows of a buffer."""
-        return buffer.values[:-1]
+        return buffer.heads
 
     def add_gradient(self, index: int, buffer: AllRows, grad: torch.Tensor) -> None:
         """Add the gradient of `expand`."""
-        buffer.values[:-1] += grad
+        buffer.heads += grad
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -207,6 +207,11 @@ class BatchRows:
         chosen, exceptions, head_starts = _distinct_uses(rows, [_take(key, places) for key in head_keys], first)
         return cls(tree, tokens, position_rows, row_positions, needed[chosen], head_starts, needed, exceptions)
 
+    @property
+    def num_head_rows(self) -> int:
+        """Number of head rows, H."""
+        return len(self.head_positions)
+
     @functools.cached_property
     def head_rows(self) -> Integers:
         """`[B, S]` head row of every token whose output is used; H, one past the last, for all others."""

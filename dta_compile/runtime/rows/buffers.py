@@ -79,15 +79,23 @@ def next_to_zero(row: torch.Tensor) -> None:
 
 
 class AllRows:
-    """Buffer of all head rows: one zeroed tensor `[H + 1, *features]`, whose last row is read for padding."""
+    """Buffer of all head rows: one zeroed tensor `[H + 2, *features]`.
+
+    The row before the last is read for padding, the last one, zero, where a value is not used.
+    """
 
     def __init__(self, rows: int, features: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        self.values = torch.zeros((rows + 1, *features), dtype=dtype, device=device)
+        self.values = torch.zeros((rows + 2, *features), dtype=dtype, device=device)
+
+    @property
+    def heads(self) -> torch.Tensor:
+        """All head rows, `[H, *features]`."""
+        return self.values[:-2]
 
     @property
     def padding(self) -> torch.Tensor:
         """Row `[*features]` that is read for padding; zero unless filled."""
-        return self.values[-1]
+        return self.values[-2]
 
     def acquire(self, rows: Rows) -> None:
         """No-op: every row has memory."""
@@ -104,13 +112,13 @@ class AllRows:
         return rows.read(self.values)
 
     def gather(self, index: torch.Tensor) -> torch.Tensor:
-        """Gather rows by index; index H reads the padding."""
+        """Gather rows by index; index H reads the padding, H + 1 zero."""
         return self.values.index_select(0, index)
 
     def add(self, index: torch.Tensor, values: torch.Tensor) -> None:
-        """Add to rows by index; additions at index H are dropped."""
+        """Add to rows by index; additions at index H and H + 1 are dropped."""
         self.values.index_add_(0, index, values.to(self.values.dtype))
-        self.values[-1] = 0
+        self.values[-2:] = 0
 
 
 class PathRows:
@@ -122,9 +130,10 @@ class PathRows:
 
     def __init__(self, rows: int, features: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.features, self.dtype, self.device = tuple(features), dtype, device
-        # Slot 0 is read for padding: index H and unused rows map to it.
-        self.slots = torch.zeros(rows + 1, dtype=torch.int64)
-        self.values = torch.zeros((1, *self.features), dtype=dtype, device=device)
+        # Slot 0 is read for padding: index H and unused rows map to it; index H + 1 to slot 1, which stays zero.
+        self.slots = torch.zeros(rows + 2, dtype=torch.int64)
+        self.slots[-1] = 1
+        self.values = torch.zeros((2, *self.features), dtype=dtype, device=device)
         self.free: list[int] = []
 
     @property
@@ -158,14 +167,14 @@ class PathRows:
         return self.values.index_select(0, self._slots(torch.from_numpy(padded(rows.numpy, rows.size))))
 
     def gather(self, index: torch.Tensor) -> torch.Tensor:
-        """Gather rows by index; index H reads the padding."""
+        """Gather rows by index; index H reads the padding, H + 1 zero."""
         return self.values.index_select(0, self._slots(index.cpu()))
 
     def add(self, index: torch.Tensor, values: torch.Tensor) -> None:
-        """Add to rows by index; additions at index H are dropped."""
+        """Add to rows by index; additions at index H and H + 1 are dropped."""
         slots = self._slots(index.cpu())
         self.values.index_add_(0, slots, values.to(self.dtype))
-        self.values[0] = 0
+        self.values[:2] = 0
 
     def _slots(self, index: torch.Tensor) -> torch.Tensor:
         return upload(self.slots[index].numpy(), self.device)

@@ -22,6 +22,10 @@ class HeadRows(Protocol):
     """Head rows of a batch's tokens; see `BatchRows.head_rows`."""
 
     @property
+    def num_head_rows(self) -> int:
+        """Number of head rows, H."""
+
+    @property
     def head_rows(self) -> Integers:
         """`[B, S]` head row of every token whose output is used; one past the last for all others."""
 
@@ -53,10 +57,15 @@ class BatchLayout:
 
     @functools.cached_property
     def maps(self) -> Sequence[torch.Tensor | None]:
-        """Per frontier value `[entries]`, the head row of every dense entry; made while the device runs chunks."""
+        """Per frontier value `[entries]`, the head row of every dense entry; made while the device runs chunks.
+
+        It is H at padding, and H + 1 where the value is not used and no other value has a row.
+        """
         device = torch.device("cpu") if self.by_sequence else self.device
+        head_rows = self.rows.head_rows
+        has_none = head_rows == self.rows.num_head_rows
         return [
-            None if mask is None else upload(_entries(self.rows.head_rows, window), device)
+            None if mask is None else upload(_entries(head_rows + (has_none & ~mask), window), device)
             for mask, window in zip(self.used, self.windows, strict=True)
         ]
 
@@ -80,8 +89,8 @@ class BatchLayout:
     def expand(self, index: int, buffer: RowBuffer, row: int | None = None) -> torch.Tensor:
         """Gather a frontier value into its dense layout; for one `row`, the batch axis has size one.
 
-        At padding and where it is unused, it is next to zero, or an inner value that of a real token. Rows that are in
-        order become the dense value, without a copy.
+        At padding it is next to zero, or an inner value that of a real token. Where it is unused, it is exactly zero,
+        as that may be what is proven of it. Rows that are in order become the dense value, without a copy.
         """
         if row is None and isinstance(buffer, AllRows) and self.is_in_order(index):
             entries = buffer.values[: self.batch * self.windows[index][1]]
@@ -175,7 +184,7 @@ def _entries(values: np.ndarray[Any, Any], window: tuple[int, int]) -> np.ndarra
 def _gathered(value: FrontierValue, buffer: RowBuffer, index: torch.Tensor) -> torch.Tensor:
     """Gather rows of a frontier value by index."""
     if value.inner and index.numel():
-        buffer.padding.copy_(buffer.gather(index.amin()[None])[0])  # that of padding is the largest
+        buffer.padding.copy_(buffer.gather(index.amin()[None])[0])  # those of no real token are the largest
     return buffer.gather(index)
 
 

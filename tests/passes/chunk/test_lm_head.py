@@ -618,6 +618,30 @@ def test_divergences_between_two_models_have_no_logits():
     assert backward.count(LINEAR_CROSS_BACKWARD_) == 7 and LINEAR_CROSS_BACKWARD not in backward
 
 
+class WithSecondHead(BareLM):
+    """Two heads over the same hidden values, the second one scaled by a statistic of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = nn.Linear(WIDTH, VOCABULARY, bias=False).double()
+
+    def forward(self, ids, mask=None):
+        hidden = self.hidden(ids, mask)
+        first = self.head(hidden)
+        return first, self.second(hidden) / first.logsumexp(-1, keepdim=True)
+
+
+def at_each_others_best(logits, labels):
+    first, second = logits
+    return gathered(second.log_softmax(-1), first.argmax(-1)), gathered(first.log_softmax(-1), labels)
+
+
+def test_heads_that_read_results_of_each_other():
+    model = WithSecondHead().requires_grad_(False)  # a scale with a gradient is not fused
+    model.second.requires_grad_(True)
+    assert len(heads_of(compare(model, at_each_others_best, outputs=2))) == 2
+
+
 def test_scoring(model):
     def function(ids, mask, labels):
         return both(model(ids, mask), labels)

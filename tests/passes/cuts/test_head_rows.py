@@ -286,6 +286,22 @@ def test_strategies(model, strategy, memory_budget):
         assert sum(counted) == (int(used.sum()) if strategy == "dense" else distinct(used, labels))
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_ignored_tokens_are_exactly_zero(model, trained):
+    """What is returned of them is counted by the caller, and what is not returned is summed."""
+
+    def losses(ids):
+        logits = model(ids, MASK)
+        both = torch.where(LABELLED, log_probs(logits), 0.0) + 0.1 * torch.where(LABELLED, entropy(logits), 0.0)
+        return -both, both.sum(1), F.cross_entropy(logits.transpose(1, 2), NEXT, label_smoothing=0.1, reduction="none")
+
+    compiled = torch.compile(losses, backend="dta", options=SMALL_CHUNKS | {"verify": "off"})
+    with torch.set_grad_enabled(trained):
+        found, expected = compiled(IDS), losses(IDS)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    assert torch.equal(found[0] != 0, LABELLED) and torch.equal(found[2] != 0, LABELLED)
+
+
 def test_nothing_but_ignored_labels(model):
     nothing = torch.full_like(NEXT, -100)
 

@@ -56,12 +56,12 @@ def counted(node: Any) -> Hashable:
     if name == "count_nonzero" and len(node.args) == 1 and is_boolean(source):
         return mask_of(source)
     if name == "numel" or (name in ("size", "sym_size") and node.args[1:] == (0,)):
-        return selection_of(source)
+        return selection_of(source, has_all=True)
     if name in ("item", "int", "to", "cpu"):
         return counted(source)
     if name == "getitem" and type(node.args[1]) is int:
         if name_of(source) in ("size", "shape") and node.args[1] == 0:
-            return selection_of(source.args[0])
+            return selection_of(source.args[0], has_all=True)
         while name_of(source) in ("cpu", "to") or (name_of(source) == "getitem" and isinstance(source.args[1], slice)):
             if name_of(source) == "getitem" and source.args[1].start not in (0, None):
                 return None
@@ -72,8 +72,11 @@ def counted(node: Any) -> Hashable:
     return None
 
 
-def selection_of(node: fx.Node) -> Hashable:
-    """Return the selection without which an index has no entries; None if there is none."""
+def selection_of(node: fx.Node, has_all: bool = False) -> Hashable:
+    """Return the selection without which an index has no entries; None if there is none.
+
+    With `has_all` also the other way around: the index has entries if the selection has any, unlike `rows[2:]`.
+    """
     name, source = name_of(node), node.args[0] if node.args else None
     if is_boolean(node):
         return mask_of(node)
@@ -83,12 +86,21 @@ def selection_of(node: fx.Node) -> Hashable:
         return mask_of(source)
     if name == "getitem":
         index = node.args[1]
-        parts = [part for part in (index if isinstance(index, tuple) else (index,)) if isinstance(part, fx.Node)]
-        chosen = next((part for part in map(selection_of, parts) if part is not None), None)
-        return selection_of(source) if chosen is None and not parts else chosen
-    return (
-        selection_of(source) if name in AS_MANY and not is_boolean(source) else None
-    )  # a mask as numbers picks no rows
+        index = index if isinstance(index, tuple) else (index,)
+        if has_all and not all(map(_keeps_some, index)):
+            return None
+        parts = [part for part in index if isinstance(part, fx.Node)]
+        chosen = next((own for part in parts if (own := selection_of(part, has_all)) is not None), None)
+        return selection_of(source, has_all) if chosen is None and not parts else chosen
+    is_as_many = name in AS_MANY and not is_boolean(source)  # a mask as numbers picks no rows
+    return selection_of(source, has_all) if is_as_many else None
+
+
+def _keeps_some(part: Any) -> bool:
+    """Return whether a part of an index picks something of every axis that has entries."""
+    if not isinstance(part, slice):
+        return True
+    return part.start in (None, 0) and (part.stop is None or (type(part.stop) is int and part.stop > 0))
 
 
 def mask_of(node: fx.Node) -> Hashable:
@@ -143,7 +155,7 @@ def hit_indices(node: fx.Node) -> tuple[Callable[[int], Hashable], int] | None:
     """
     if is_written(node) or not _is_one(_shape(node)[1:]):
         return None
-    while name_of(node) in AS_MANY - {"unbind"} or (name_of(node) == "getitem" and node.args[1] in (0, (WHOLE, 0))):
+    while name_of(node) in AS_MANY - {"unbind"} or (name_of(node) == "getitem" and _is_column(node)):
         node = node.args[0]
     name, source = name_of(node), node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or not {*node.kwargs} <= {"as_tuple", "sorted"}:
@@ -159,6 +171,12 @@ def hit_indices(node: fx.Node) -> tuple[Callable[[int], Hashable], int] | None:
             return None
         source = source.args[0]
     return _counts(source)
+
+
+def _is_column(node: fx.Node) -> bool:
+    """Return whether a node picks the first column of a list of indices: of its tuple, or of a matrix."""
+    first = 0 if isinstance(node.args[0].meta.get("example_value"), (tuple, list)) else (WHOLE, 0)
+    return node.args[1] == first
 
 
 def _counts(node: Any) -> tuple[Callable[[int], Hashable], int] | None:

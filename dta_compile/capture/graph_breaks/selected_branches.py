@@ -58,6 +58,7 @@ class _Branch:
     Attributes:
         selection: what it works on; the model skips the branch where it is empty.
         condition: what the model skips it by; None in a loop.
+        begin: the instruction that it begins behind.
         end: where the branch ends, and where the model goes on that skips it (see `_place`).
         last: the last node before the branch.
         stack, variables, effects: of the translator before the branch; iterators of loops are on the stack.
@@ -66,6 +67,7 @@ class _Branch:
 
     selection: Hashable
     condition: fx.Node | None
+    begin: Any
     end: Any
     last: fx.Node
     stack: list[Any]
@@ -129,9 +131,11 @@ def _at_jump(translator: Any, jump: Any) -> None:
         question = questions.asked(translator, condition)
         if question is not None and question.answer != is_true:
             return  # nothing is selected in this call: what the branch does then may not even be defined
+        if any(branch.begin is jump for branch in translator.__dict__.get("_dta_branches", ())):
+            dynamo.trace_without_branches()  # a loop for as long as anything is selected: `while running.any()`
         following = translator.instructions[translator.instruction_pointer + 1]
         end = jump.target if JUMPS[jump.opname] != is_true else following
-        _begin(translator, selection, condition, end, translator.stack[:-1])
+        _begin(translator, selection, condition, jump, end, translator.stack[:-1])
         translator.stack[-1] = ConstantVariable.create(is_true)
 
 
@@ -148,7 +152,7 @@ def _at_turn(translator: Any, instruction: Any) -> None:
         selection = iterator.selection_of(iterator.index)
         if selection is None:
             dynamo.trace_without_branches()
-        _begin(translator, selection, None, instruction, [*translator.stack])
+        _begin(translator, selection, None, instruction, instruction, [*translator.stack])
 
 
 def _at_with(translator: Any, instruction: Any) -> None:
@@ -175,7 +179,9 @@ STEPS: dict[str, Callable[[Any, Any], None]] = {
 }
 
 
-def _begin(translator: Any, selection: Hashable, condition: fx.Node | None, end: Any, stack: list[Any]) -> None:
+def _begin(
+    translator: Any, selection: Hashable, condition: fx.Node | None, begin: Any, end: Any, stack: list[Any]
+) -> None:
     """Begin a branch that the model skips where a selection is empty, to go on at an instruction."""
     nodes = translator.output.graph.nodes
     for _ in range(len(translator.instructions)):
@@ -188,7 +194,7 @@ def _begin(translator: Any, selection: Hashable, condition: fx.Node | None, end:
     variables = {name: _state(value) for name, value in translator.symbolic_locals.items()}
     last = next(iter(reversed(nodes)))
     known, place, effects = _reachable(translator), _place(translator, end), _effects(translator.output)
-    branch = _Branch(selection, condition, place, last, stack, variables, effects, known)
+    branch = _Branch(selection, condition, begin, place, last, stack, variables, effects, known)
     translator.__dict__.setdefault("_dta_branches", []).append(branch)  # the innermost last
     _open(translator.output).append(branch)
 

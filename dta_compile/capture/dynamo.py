@@ -7,6 +7,7 @@ import contextlib
 import gc
 import inspect
 import logging
+import re
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -510,19 +511,24 @@ def is_data(node: fx.Node) -> bool:
     value, grapharg = node.meta.get("example_value"), node.meta.get("grapharg")
     if not isinstance(value, torch.Tensor) or grapharg is None or is_weight(value):
         return False
-    return not any(part in _path(grapharg) for part in ("_parameters", "_buffers", "_modules"))
+    return not _names(_path(grapharg)) & {"_parameters", "_buffers", "_modules"}
 
 
 def _is_held(grapharg: Any) -> bool:
     """Return whether a tensor is reached by way of a module and is no parameter or buffer."""
     container, *_ = _path(grapharg).rpartition("[")
-    return "_modules" in container and not container.endswith(("._parameters", "._buffers"))
+    return "_modules" in _names(container) and not container.endswith(("._parameters", "._buffers"))
 
 
 def _path(grapharg: Any) -> str:
     """Return the expression by which an input is reached from the arguments of the traced function."""
     name = grapharg.source.name
     return name() if callable(name) else str(name)
+
+
+def _names(path: str) -> set[str]:
+    """Return the whole names in an expression: `L['rollout_buffers']` holds no `_buffers`."""
+    return set(re.findall(r"\w+", path))
 
 
 def is_weight(value: Any) -> bool:

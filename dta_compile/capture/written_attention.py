@@ -63,7 +63,7 @@ class _Origin:
 
 def written_out_attention(module: fx.GraphModule) -> RefusalError | None:
     """Return the error to raise if passes do not recognise the attention in a graph; None if it has no attention."""
-    inputs = [_of_input(node) for node in module.graph.nodes if node.op == "placeholder"]
+    inputs = [_of_input_or_computed(node) for node in module.graph.nodes if node.op == "placeholder"]
     origins: dict[fx.Node, _Origin] = {}
     node, _ = _follow(module, inputs, origins)
     if node is None:
@@ -92,6 +92,13 @@ def trains_parameters(module: fx.GraphModule) -> bool:
 
 def _of_input(node: fx.Node) -> _Origin:
     return _Origin(data=is_data(node), parameters=is_weight(node.meta.get("example_value")))
+
+
+def _of_input_or_computed(node: fx.Node) -> _Origin:
+    """Return the origin of an input, a weight also if it was computed from parameters outside of the graph."""
+    value = node.meta.get("example_value")
+    is_computed = isinstance(value, torch.Tensor) and value.requires_grad and value.dim() <= 2
+    return _Origin(parameters=True) if is_computed else _of_input(node)
 
 
 def _follow(

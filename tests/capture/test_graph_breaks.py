@@ -196,3 +196,39 @@ def test_conditions_about_ids_are_answered_and_guarded():
         assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))  # noqa: B023
         assert dta_compile.last_plan(compiled).stats.compression > 1.5
     assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 4
+
+
+def largest(scale, found, good, rewards):
+    if good.any():
+        found[good] = found[good] / rewards[good].max()
+    return found
+
+
+def averaged(scale, found, good, rewards):
+    count = good.sum()
+    if count > 0:
+        found[good] = found[good] * (scale.sum() / count)
+    return found
+
+
+def behind_the_second(scale, found, good, rewards):
+    rows = good.nonzero()[:, 0]
+    if rows[2:].numel() > 0:
+        found[rows] = found[rows] * 2
+    return found
+
+
+@pytest.mark.parametrize("branch", [largest, averaged, behind_the_second])
+def test_a_branch_that_is_skipped_leaves_no_error_and_no_gradient(branch):
+    model, ids = BareLM(), shared_ids()
+
+    def step(ids, rewards):
+        found = model(ids).logsumexp(-1).sum(1).clone()
+        return branch(model.norm.weight, found, rewards > 0, rewards)
+
+    compiled = torch.compile(step, backend="dta", options={**OPTIONS, "verify": "off"})
+    rewards = torch.linspace(1, 2, len(ids), dtype=torch.float64)
+    for some in (rewards, torch.cat([rewards[:2], -rewards[2:]]), -rewards):
+        run = lambda step: (weighted(step(ids, some)).backward(),)  # noqa: B023, E731
+        assert_same(after(model, lambda: run(compiled)), after(model, lambda: run(step)))  # noqa: B023
+    assert dta_compile.last_plan(compiled)

@@ -149,6 +149,23 @@ def test_what_is_done_to_scores():
     assert_equals_eager(WrittenLM(*ways), shared_ids(4, 9))
 
 
+def test_weights_that_were_computed_outside_and_ids_called_buffers():
+    torch._dynamo.reset()
+    model, ids = WrittenLM(with_a_buffer), shared_ids()
+
+    def run(weights, rollout_buffers):
+        ids = rollout_buffers["ids"]
+        return log_probs(torch.func.functional_call(model, weights, (ids,)), ids)
+
+    def step(run):
+        weights = {name: p * 1.5 for name, p in model.named_parameters()}
+        return (weighted(run(weights, {"ids": ids})).backward(),)
+
+    compiled = torch.compile(run, backend="dta", options=OPTIONS)
+    assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(run)))
+    assert dta_compile.last_plan(compiled)
+
+
 def test_operands_taken_of_heads_that_are_merged_with_sequences():
     def unbound(model, q, k, v, pairs):
         batch, tokens = q.shape[:2]

@@ -15,8 +15,9 @@ import torch
 
 from dta_compile.attributes import attribute_set
 from dta_compile.capture import dynamo
-from dta_compile.capture.graph_breaks import hit_loops, selected_branches
+from dta_compile.capture.graph_breaks import hit_loops, selected_branches, selections
 from dta_compile.integrations.tracing import in_our_graphs
+from dta_compile.passes.program import name_of
 from dta_compile.torch_compat import as_wrapper, frames, wrap_once
 from dta_compile.torch_compat.autograd import get_inplace_requires_grad_allowed, set_inplace_requires_grad_allowed
 from dta_compile.torch_compat.dynamo import (
@@ -143,7 +144,7 @@ def _tracing_requires_grad(method: Callable[..., Any], self: Any, tx: Any, requi
 def _tracing_tolist(method: Callable[..., Any], self: Any, tx: Any) -> Any:
     """Trace `counts.tolist()` as unbacked SymInts: sizes of groups of slots, which `lower` does without.
 
-    The numbers of `bincount(experts, minlength=E)` are E if no index is larger, which the size of a list has to tell.
+    The numbers of `bincount(experts, minlength=E)` are E if all are places along an axis of that size.
     """
     if not dynamo.traces_selections(tx.output):
         return method(self, tx)
@@ -152,8 +153,8 @@ def _tracing_tolist(method: Callable[..., Any], self: Any, tx: Any) -> Any:
     iterates = is_loop and dynamo.takes_branches(tx.output)
     if iterates and (iterator := hit_loops.hit_iterator(tx, self, as_integers=True)) is not None:
         return iterator
-    least = node.kwargs.get("minlength") if getattr(node.target, "__name__", node.target) == "bincount" else None
-    if type(least) is int:
+    least = node.kwargs.get("minlength") if name_of(node) == "bincount" else None
+    if type(least) is int and (number := selections.places(node.args[0])) is not None and number <= least:
         first = SliceVariable([ConstantVariable.create(i) for i in (None, least, None)], tx)
         self = self.call_method(tx, "__getitem__", [first], {})
     with _sizes_of_data(tx.output):

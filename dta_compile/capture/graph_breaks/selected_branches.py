@@ -6,9 +6,10 @@
 
 Dynamo would end the graph at such a condition, since it depends on data. Over no rows the branch does nothing, so the
 graph always takes it. That is proven where the branch ends: what it writes to values from before it, it writes at
-positions of the selection, and no other variable that is read later has changed. Otherwise the call is traced again,
-and the graph ends at the condition, unless it is about an input (`questions`). Parameters that a skipped branch would
-have used get gradients of zero, not none.
+positions of the selection, no other variable that is read later has changed, and what it computes of no rows is neither
+an error nor a gradient of NaN (`empty_selections`). Otherwise the call is traced again, and the graph ends at the
+condition, unless it is about an input (`questions`). Parameters that a skipped branch would have used get gradients of
+zero, not none.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import fx
 
 from dta_compile.capture import dynamo
-from dta_compile.capture.graph_breaks import hit_loops, questions, selections
+from dta_compile.capture.graph_breaks import empty_selections, hit_loops, questions, selections
 from dta_compile.ops.library import is_random
 from dta_compile.passes.program import memory, name_of
 from dta_compile.torch_compat import as_wrapper
@@ -56,6 +57,8 @@ class _Branch:
 
     Attributes:
         selection: what it works on; the model skips the branch where it is empty.
+        condition: what the model skips it by; None in a loop.
+        begin: the instruction that it begins behind.
         end: where the branch ends, and where the model goes on that skips it (see `_place`).
         last: the last node before the branch.
         stack, variables, effects: of the translator before the branch; iterators of loops are on the stack.
@@ -63,6 +66,8 @@ class _Branch:
     """
 
     selection: Hashable
+    condition: fx.Node | None
+    begin: Any
     end: Any
     last: fx.Node
     stack: list[Any]
@@ -126,9 +131,11 @@ def _at_jump(translator: Any, jump: Any) -> None:
         question = questions.asked(translator, condition)
         if question is not None and question.answer != is_true:
             return  # nothing is selected in this call: what the branch does then may not even be defined
+        if any(branch.begin is jump for branch in translator.__dict__.get("_dta_branches", ())):
+            dynamo.trace_without_branches()  # a loop for as long as anything is selected: `while running.any()`
         following = translator.instructions[translator.instruction_pointer + 1]
         end = jump.target if JUMPS[jump.opname] != is_true else following
-        _begin(translator, selection, end, translator.stack[:-1])
+        _begin(translator, selection, condition, jump, end, translator.stack[:-1])
         translator.stack[-1] = ConstantVariable.create(is_true)
 
 
@@ -145,7 +152,7 @@ def _at_turn(translator: Any, instruction: Any) -> None:
         selection = iterator.selection_of(iterator.index)
         if selection is None:
             dynamo.trace_without_branches()
-        _begin(translator, selection, instruction, [*translator.stack])
+        _begin(translator, selection, None, instruction, instruction, [*translator.stack])
 
 
 def _at_with(translator: Any, instruction: Any) -> None:
@@ -172,7 +179,9 @@ STEPS: dict[str, Callable[[Any, Any], None]] = {
 }
 
 
-def _begin(translator: Any, selection: Hashable, end: Any, stack: list[Any]) -> None:
+def _begin(
+    translator: Any, selection: Hashable, condition: fx.Node | None, begin: Any, end: Any, stack: list[Any]
+) -> None:
     """Begin a branch that the model skips where a selection is empty, to go on at an instruction."""
     nodes = translator.output.graph.nodes
     for _ in range(len(translator.instructions)):
@@ -185,7 +194,7 @@ def _begin(translator: Any, selection: Hashable, end: Any, stack: list[Any]) -> 
     variables = {name: _state(value) for name, value in translator.symbolic_locals.items()}
     last = next(iter(reversed(nodes)))
     known, place, effects = _reachable(translator), _place(translator, end), _effects(translator.output)
-    branch = _Branch(selection, place, last, stack, variables, effects, known)
+    branch = _Branch(selection, condition, begin, place, last, stack, variables, effects, known)
     translator.__dict__.setdefault("_dta_branches", []).append(branch)  # the innermost last
     _open(translator.output).append(branch)
 
@@ -249,6 +258,8 @@ def _does_nothing_over_no_rows(translator: Any, branch: _Branch) -> bool:
         for written in selections.written_by(node):
             if written is None or not (_is_new(written, own) or _writes_selected(node, branch.selection)):
                 return False
+    if not empty_selections.are_harmless(nodes, branch.selection, branch.condition):
+        return False
     returns = isinstance(branch.end, tuple)
     for name, value in translator.symbolic_locals.items():
         before, after = branch.variables.get(name), _state(value)

@@ -56,24 +56,36 @@ def counted(node: Any) -> Hashable:
     if name == "count_nonzero" and len(node.args) == 1 and is_boolean(source):
         return mask_of(source)
     if name == "numel" or (name in ("size", "sym_size") and node.args[1:] == (0,)):
-        return selection_of(source)
+        return selection_of(source, has_all=True)
     if name in ("item", "int", "to", "cpu"):
         return counted(source)
     if name == "getitem" and type(node.args[1]) is int:
         if name_of(source) in ("size", "shape") and node.args[1] == 0:
-            return selection_of(source.args[0])
+            return selection_of(source.args[0], has_all=True)
         while name_of(source) in ("cpu", "to") or (name_of(source) == "getitem" and isinstance(source.args[1], slice)):
-            if name_of(source) == "getitem" and source.args[1].start not in (0, None):
+            if is_written(source) or (name_of(source) == "getitem" and not _is_from_first(source.args[1])):
                 return None
             source = source.args[0]
-        is_count = name_of(source) == "bincount" and source.kwargs.get("weights") is None and len(source.args) == 1
-        if is_count:
+        if _counts_all(source):
             return _equal(source.args[0], node.args[1])
     return None
 
 
-def selection_of(node: fx.Node) -> Hashable:
-    """Return the selection without which an index has no entries; None if there is none."""
+def _counts_all(node: fx.Node) -> bool:
+    """Return whether a node counts how often each number occurs, each time as one."""
+    weights = node.kwargs.get("weights", node.args[1] if len(node.args) > 1 else None)
+    return name_of(node) == "bincount" and weights is None and not is_written(node)
+
+
+def _is_from_first(part: slice) -> bool:
+    return part.start in (0, None) and part.step in (1, None)
+
+
+def selection_of(node: fx.Node, has_all: bool = False) -> Hashable:
+    """Return the selection without which an index has no entries; None if there is none.
+
+    With `has_all` also the other way around: the index has entries if the selection has any, unlike `rows[2:]`.
+    """
     name, source = name_of(node), node.args[0] if node.args else None
     if is_boolean(node):
         return mask_of(node)
@@ -83,12 +95,21 @@ def selection_of(node: fx.Node) -> Hashable:
         return mask_of(source)
     if name == "getitem":
         index = node.args[1]
-        parts = [part for part in (index if isinstance(index, tuple) else (index,)) if isinstance(part, fx.Node)]
-        chosen = next((part for part in map(selection_of, parts) if part is not None), None)
-        return selection_of(source) if chosen is None and not parts else chosen
-    return (
-        selection_of(source) if name in AS_MANY and not is_boolean(source) else None
-    )  # a mask as numbers picks no rows
+        index = index if isinstance(index, tuple) else (index,)
+        if has_all and not all(map(_keeps_some, index)):
+            return None
+        parts = [part for part in index if isinstance(part, fx.Node)]
+        chosen = next((own for part in parts if (own := selection_of(part, has_all)) is not None), None)
+        return selection_of(source, has_all) if chosen is None and not parts else chosen
+    is_as_many = name in AS_MANY and not is_boolean(source)  # a mask as numbers picks no rows
+    return selection_of(source, has_all) if is_as_many else None
+
+
+def _keeps_some(part: Any) -> bool:
+    """Return whether a part of an index picks something of every axis that has entries."""
+    if not isinstance(part, slice):
+        return True
+    return part.start in (None, 0) and (part.stop is None or (type(part.stop) is int and part.stop > 0))
 
 
 def mask_of(node: fx.Node) -> Hashable:
@@ -97,11 +118,19 @@ def mask_of(node: fx.Node) -> Hashable:
     The entries of `chosen == 3` are those that `bincount(chosen.flatten())[3]` counts, and `one_hot(chosen, E)[..., 3]`
     has. None if anything writes to the mask, or to what it is computed from: then it may be another one later.
     """
+    source = node.args[0] if node.args else None
+    if isinstance(source, fx.Node) and (_is_reshaped(node) or (name_of(node) == "any" and is_boolean(source))):
+        return None if is_written(node) else mask_of(source)
+    return _mask(node)
+
+
+def _mask(node: fx.Node) -> Hashable:
+    """Return a name of a mask, the same for masks that are true at the same entries, if their shapes are the same."""
     if is_written(node):
         return None
     source = node.args[0] if node.args else None
-    if isinstance(source, fx.Node) and (_is_reshaped(node) or (name_of(node) == "any" and is_boolean(source))):
-        return mask_of(source)
+    if isinstance(source, fx.Node) and _is_reshaped(node):
+        return _mask(source)
     if isinstance(source, fx.Node) and (chosen := _chosen(node)) is not None:
         return _row(source, *chosen)
     if not is_boolean(node) or node.op not in ("call_function", "call_method") or node.kwargs:
@@ -111,19 +140,20 @@ def mask_of(node: fx.Node) -> Hashable:
         return None
     if name_of(node) == "eq" and len(node.args) == 2 and (number := number_of(node.args[1])) is not None:
         return _equal(values[0], number)
-    parts = [mask_of(arg) if isinstance(arg, fx.Node) else repr(arg) for arg in node.args]
-    return None if None in parts else (name_of(node), *parts)
+    parts = [_mask(arg) if isinstance(arg, fx.Node) else repr(arg) for arg in node.args]
+    return None if None in parts else (name_of(node), str(list(map(_shape, values))), *parts)
 
 
 def number_of(value: Any) -> int | None:
     """Return an integer, also of a tensor that holds one by `NUMBER`; None for other values."""
     if not isinstance(value, fx.Node):
         return value if type(value) is int else None
-    if NUMBER in value.meta:
-        return None if is_written(value) else value.meta[NUMBER]
     kept, source = value.meta.get("example_value"), value.args[0] if value.args else None
-    if not isinstance(kept, torch.Tensor) or kept.dtype not in INTEGERS or not _is_one(kept.shape):
+    is_number = isinstance(kept, torch.Tensor) and kept.dtype in INTEGERS and _is_one(kept.shape)
+    if not is_number or is_written(value):
         return None
+    if NUMBER in value.meta:
+        return int(value.meta[NUMBER])
     return number_of(source) if name_of(value) in {"getitem", "detach", *AS_MANY} else None
 
 
@@ -141,15 +171,17 @@ def hit_indices(node: fx.Node) -> tuple[Callable[[int], Hashable], int] | None:
     `one_hot(chosen, E).sum((0, 1)).nonzero()` or `chosen.unique()`. The function returns the selection of a number,
     which is empty if the number is not listed.
     """
-    if is_written(node) or not _is_one(_shape(node)[1:]):
+    if not _is_one(_shape(node)[1:]):
         return None
-    while name_of(node) in AS_MANY - {"unbind"} or (name_of(node) == "getitem" and node.args[1] in (0, (WHOLE, 0))):
+    while name_of(node) in AS_MANY - {"unbind"} or (name_of(node) == "getitem" and _is_column(node)):
+        if is_written(node):
+            return None
         node = node.args[0]
     name, source = name_of(node), node.args[0] if node.args else None
-    if not isinstance(source, fx.Node) or not {*node.kwargs} <= {"as_tuple", "sorted"}:
+    if not isinstance(source, fx.Node) or is_written(node) or not {*node.kwargs} <= {"as_tuple", "sorted"}:
         return None
     if name == "unique":
-        bound, is_usual = _bound(source), len(node.args) == 1 and node.kwargs.get("sorted") is not False
+        bound, is_usual = places(source), len(node.args) == 1 and node.kwargs.get("sorted") is not False
         return (functools.partial(_equal, source), bound) if bound and is_usual and "dim" not in node.kwargs else None
     if name not in ("where", "nonzero", "argwhere") or len(_shape(source)) != 1 or is_written(source):
         return None
@@ -161,14 +193,20 @@ def hit_indices(node: fx.Node) -> tuple[Callable[[int], Hashable], int] | None:
     return _counts(source)
 
 
+def _is_column(node: fx.Node) -> bool:
+    """Return whether a node picks the first column of a list of indices: of its tuple, or of a matrix."""
+    first = 0 if isinstance(node.args[0].meta.get("example_value"), (tuple, list)) else (WHOLE, 0)
+    return node.args[1] == first
+
+
 def _counts(node: Any) -> tuple[Callable[[int], Hashable], int] | None:
     """Return which selection each entry of a vector counts, or whether it is not empty, and a bound of the entries."""
     name, source = name_of(node), node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or is_written(node):
         return None
     if name == "bincount":
-        bound = _bound(source)
-        return (functools.partial(_equal, source), bound) if bound and not {"weights"} & set(node.kwargs) else None
+        bound = places(source)
+        return (functools.partial(_equal, source), bound) if bound and _counts_all(node) else None
     dims = node.kwargs.get("dim", node.args[1] if len(node.args) == 2 else None)
     rank, dims = len(_shape(source)), (dims,) if type(dims) is int else dims
     if name not in ("sum", "any", "count_nonzero") or not dims or len(node.args) > 2 or set(node.kwargs) > {"dim"}:
@@ -178,7 +216,7 @@ def _counts(node: Any) -> tuple[Callable[[int], Hashable], int] | None:
     if len(kept) != 1 or not (is_boolean(source) or one_hot):
         return None
     (axis,), size = kept, _shape(source)[min(kept)]
-    bound = _bound(one_hot[0]) if one_hot and one_hot[1] == axis else None
+    bound = places(one_hot[0]) if one_hot and one_hot[1] == axis else None
     if type(size) is not int:
         return None
     return lambda number: _row(source, axis, number), size if bound is None else min(size, bound)
@@ -195,8 +233,8 @@ def _row(mask: fx.Node, axis: int, number: int) -> Hashable:
     one_hot = _one_hot(mask)
     if one_hot is not None and one_hot[1] == axis:
         return _equal(one_hot[0], number)
-    name = mask_of(mask)
-    return None if name is None else ("row", name, axis, number)
+    name = _mask(mask)
+    return None if name is None else ("row", str(_shape(mask)), name, axis, number)
 
 
 def _chosen(node: fx.Node) -> tuple[int, int] | None:
@@ -235,9 +273,11 @@ def _one_hot(node: fx.Node) -> tuple[fx.Node, int] | None:
     return of_source[0], [dim % rank for dim in dims].index(of_source[1])
 
 
-def _bound(node: fx.Node) -> int | None:
+def places(node: fx.Node) -> int | None:
     """Return a number that all entries are below, and not negative: they are places along an axis of that size."""
     while name_of(node) in {*AS_MANY, "getitem", "detach"} and isinstance(node.args[0], fx.Node):
+        if is_written(node):
+            return None
         source = node.args[0]
         if name_of(node) == "getitem" and name_of(source) in ("topk", "sort", "max", "min"):
             if node.args[1] != 1:
@@ -245,6 +285,10 @@ def _bound(node: fx.Node) -> int | None:
             node = source
             break
         node = source
+    if is_written(node):
+        return None
+    if name_of(node) in ("mod", "remainder") and type(divisor := node.args[1]) is int:
+        return divisor if divisor > 0 and node.meta["example_value"].dtype in INTEGERS else None
     place = {"topk": 2, "sort": 1, "max": 1, "min": 1, "argsort": 1, "argmax": 1}.get(name_of(node))
     if place is None:
         return None
@@ -281,7 +325,7 @@ def is_written(node: fx.Node) -> bool:
 
 def entries(node: fx.Node) -> fx.Node:
     """Return a value with the same entries in another shape, as far back as it goes."""
-    while _is_reshaped(node) and isinstance(node.args[0], fx.Node):
+    while _is_reshaped(node) and isinstance(node.args[0], fx.Node) and not is_written(node.args[0]):
         node = node.args[0]
     return node
 

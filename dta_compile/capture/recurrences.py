@@ -250,9 +250,9 @@ METHODS = {
 }
 # Fused functions that transformers prefers; it calls the separate functions where these are None.
 FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
-# Prefixes of the names of modules.
+# Prefixes of the names of modules. Code of model repositories is traced as it is: a name there promises nothing.
 TRANSFORMERS = "transformers.models."
-PACKAGES = (TRANSFORMERS, "transformers_modules.", "fla.ops.", "mamba_ssm.ops.", "causal_conv1d.")
+PACKAGES = (TRANSFORMERS, "fla.ops.", "mamba_ssm.ops.", "causal_conv1d.")
 
 _known: set[Callable[..., Any]] = set()
 

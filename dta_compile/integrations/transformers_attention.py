@@ -270,7 +270,8 @@ def _segments_of_row(
         return None if segments is None else segments.expand(batch, -1)
     cached = getattr(positions, _KNOWN, None)  # cached for all layers, since the test synchronises with the device
     if cached is None or cached[0] != positions._version:
-        cached = positions._version, _unless_one(_restarts(positions))
+        with torch.inference_mode(False):  # a later call may save them for its backward
+            cached = positions._version, _unless_one(_restarts(positions))
         setattr(positions, _KNOWN, cached)
     return None if cached[1] is None else cached[1].expand(batch, -1)
 
@@ -279,8 +280,8 @@ _KNOWN = "_dta_segments"
 
 
 def _restarts(positions: torch.Tensor) -> torch.Tensor:
-    """Number packed sequences as transformers does: a new one starts wherever positions do not grow by one."""
-    return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1) + 1
+    """Number packed sequences: a new one starts wherever positions do not grow; they may leave out some."""
+    return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) <= 0).cumsum(-1) + 1
 
 
 def _naming_unions(and_masks: Callable[..., Any]) -> Callable[..., Any]:

@@ -60,16 +60,20 @@ def attention(
 def call(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, masking: Masking
 ) -> torch.Tensor:
-    """Call the operator over a batch."""
+    """Call the operator over a batch, in the widest dtype of queries, keys and values; the result has the query's."""
     if masking.mask is not None and masking.mask.requires_grad and torch.is_grad_enabled():
         raise OptionError(
             "a learned mask of attention gets no gradient here",
             expected="a mask that is not trained",
             got="a mask that requires a gradient, with a soft cap or sinks",
         )
+    own = query.dtype
+    if not own == key.dtype == value.dtype:  # kernels take one
+        wide = torch.promote_types(torch.promote_types(own, key.dtype), value.dtype)
+        query, key, value = query.to(wide), key.to(wide), value.to(wide)
     if sinks is None:
-        return ATTENTION_CALL(query, key, value, *masking.arguments)
-    return SINK_ATTENTION_CALL(query, key, value, sinks, *masking.arguments)
+        return ATTENTION_CALL(query, key, value, *masking.arguments).to(own)
+    return SINK_ATTENTION_CALL(query, key, value, sinks, *masking.arguments).to(own)
 
 
 def attention_tokens_first(

@@ -188,9 +188,9 @@ def attend_backward(
         of_scores = block.read(scores.weights * (of_weights - delta[..., None]) * scores.slope)
         if scores.of_sinks is not None:
             of_sinks -= (scores.of_sinks * delta).sum((0, 3)).flatten()
-        key, query = block.keys(call.key).to(call.dtype), block.queries(call.query).to(call.dtype)
-        block.queries(of_query).copy_(block.product(of_scores, key).flatten(1, 2))
-        block.keys(of_key).add_(block.transposed_product(of_scores, query).sum(2))
+        keys, queries = block.keys(call.key).to(call.dtype), block.queries(call.query).to(call.dtype)
+        block.queries(of_query).copy_(block.product(of_scores, keys).flatten(1, 2))
+        block.keys(of_key).add_(block.transposed_product(of_scores, queries).sum(2))
     sink_dtype = query.dtype if sinks is None else sinks.dtype
     return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_sinks.to(sink_dtype)
 

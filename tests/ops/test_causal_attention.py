@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 import dta_compile
 from dta_compile.errors import OptionError
 from dta_compile.ops import dense_attention
+from dta_compile.ops.attention import DENSE_ATTENTION_BACKWARD, Masking
+from dta_compile.ops.scoring import Scoring
+from tests.support.tiny import BareLM, after, assert_same, shared_ids, weighted
 
 SEGMENTS = st.lists(st.lists(st.integers(0, 3), min_size=7, max_size=7), min_size=2, max_size=2)
 
@@ -103,6 +106,32 @@ def test_halves_are_summed_in_single_precision(dtype):
     rounded = dta_compile.attention(*(tensor.to(dtype) for tensor in (query, key, value)), softcap=1.0)
     assert rounded.dtype is dtype
     torch.testing.assert_close(rounded.double(), exact, rtol=0.02, atol=0.02)
+    halves = [tensor.detach().to(dtype) for tensor in (query, key, value)]
+    grads = DENSE_ATTENTION_BACKWARD(rounded, *halves, None, *Masking.causal(Scoring(1.0)).arguments)
+    assert {grad.dtype for grad in grads} == {dtype}
+
+
+@pytest.mark.parametrize(
+    ("wide", "window", "provider"), [("qk", 5, "auto"), ("v", 5, "auto"), ("qkv", 2**40, "reference")]
+)
+def test_several_dtypes_and_windows_beyond_32_bits_over_the_tree(wide, window, provider):
+    class Mixed(BareLM):
+        def mix(self, x, pairs=None):
+            heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+            dtypes = [torch.float64 if name in wide else torch.float32 for name in "qkv"]
+            y = dta_compile.attention(*map(heads.to, dtypes), window=window)
+            return self.norm(x + y.transpose(1, 2).flatten(2))
+
+    torch.compiler.reset()
+    model, ids = Mixed(), shared_ids()
+    compiled = torch.compile(model, backend="dta", options={"codegen": "eager", "attention": provider})
+
+    def step(run):
+        out = run(ids)
+        weighted(out).backward()
+        return out
+
+    assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)), 1e-5)
 
 
 def test_under_autocast_as_torch_has_it():

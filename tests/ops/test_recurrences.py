@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dta_compile
 from dta_compile.ops.recurrences import (
     linear_attention,
     linear_recurrence,
@@ -356,6 +357,12 @@ def test_convolutions_are_rounded_once(dtype):
     out, kept = short_convolution.forward(*low, ancestors)
     expected = short_convolution.forward(*narrowed(low, torch.float), ancestors)
     torch.testing.assert_close((out, kept), tuple(one.to(dtype) for one in expected), rtol=0, atol=0)
+
+
+def test_a_recurrence_of_one_number_a_token():
+    value, factor = normal(2, 7), normal(2, 7)
+    out = dta_compile.linear_recurrence(value, factor)
+    assert torch.equal(out, dta_compile.linear_recurrence(value[..., None], factor[..., None])[..., 0])
 
 
 def test_low_precision_is_computed_in_float32():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
+import sys
 
 import pytest
 import torch
@@ -617,6 +619,31 @@ def test_padding_between_real_tokens(compiled):
     with pytest.raises(RuntimeContractError, match="padding between real tokens") as error:
         run(ids, mask)
     assert "row 1" in error.value.got and "one end" in error.value.hint
+
+
+def test_a_function_of_a_model_repository_is_known_by_no_name(tmp_path, monkeypatch):
+    """One with the name of fla's, which does not scale queries."""
+    package = tmp_path / "transformers_modules" / "toy"
+    package.mkdir(parents=True)
+    (package / "modeling_toy.py").write_text(
+        "def chunk_gated_delta_rule(query, key, value, g, beta):\n"
+        "    return (query * key).sum(-1, keepdim=True) * value + g[..., None] * beta[..., None], None\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)
+    remote = importlib.import_module("transformers_modules.toy.modeling_toy")
+
+    class Remote(BareLM):
+        def mix(self, x, pairs=None):
+            heads = x.unflatten(-1, (2, -1))
+            out, _ = remote.chunk_gated_delta_rule(heads, heads, heads, heads[..., 0], heads[..., 1])
+            return super().mix(out.flatten(2), pairs)
+
+    torch.compiler.reset()
+    model, ids = Remote(), shared_ids()
+    compiled = torch.compile(model, backend="dta", options={"codegen": "eager"})
+    torch.testing.assert_close(compiled(ids), model(ids), rtol=1e-9, atol=1e-9)
 
 
 def test_a_recurrence_written_with_cumprod():

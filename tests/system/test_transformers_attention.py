@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dta_compile
 from dta_compile.errors import OptionError, RefusalError
@@ -195,6 +196,23 @@ def test_a_mask_of_ones_says_that_rows_are_one_sequence():
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions, "use_cache": False}
     assert as_sdpa(model, **given) < 1e-6
     assert as_sdpa(model, **{**given, "attention_mask": None}) < 1e-6
+
+
+def test_positions_that_leave_out_some_are_one_sequence():
+    """With a cache, where transformers makes no mask of them."""
+    model, ids = build("qwen3", "dta"), torch.tensor([ROLLOUTS[0]])
+    positions = torch.arange(0, 2 * ids.shape[1], 2)[None]
+    assert as_sdpa(model, input_ids=ids, position_ids=positions, use_cache=True) < 1e-6
+
+
+def test_positions_read_in_inference_mode_serve_a_later_step():
+    attend, query = ALL_ATTENTION_FUNCTIONS["dta"], torch.randn(1, 2, 7, 4, requires_grad=True)
+    given = {"attention_mask": None, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2]])}
+    with torch.inference_mode():
+        expected = attend(nn.Module(), query, query, query, **given)[0]
+    out = attend(nn.Module(), query, query, query, **given)[0]
+    out.sum().backward()
+    assert torch.equal(out, expected)
 
 
 def test_dropout_is_refused():

@@ -81,8 +81,9 @@ def linear_recurrence(
         value: `[B, S, ...]`.
         factor: broadcast to the shape of value.
     """
-    factor = factor.expand_as(value).flatten(2)
-    out: torch.Tensor = torch.ops.dta.linear_recurrence(value.flatten(2), factor, segments)
+    rows = value if value.dim() > 2 else value[..., None]
+    factor = factor.expand_as(value).reshape_as(rows).flatten(2)
+    out: torch.Tensor = torch.ops.dta.linear_recurrence(rows.flatten(2), factor, segments)
     return out.view_as(value)
 
 

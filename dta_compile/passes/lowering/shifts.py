@@ -127,6 +127,7 @@ def _whole(
     try:
         with node.meta["val"].fake_mode:  # for constructors
             value = shifts.assembled(node, 0)
+            value = _Extended(shifts.as_wide(value.node, node), value.begin)
     except _NoShift:
         return None
     if value.node.meta["val"].dtype != node.meta["val"].dtype:
@@ -170,7 +171,7 @@ class _Shifts:
         self.with_gradient = with_gradient
         self.back = root.meta["val"].dim() - dim  # the dimension, counted from the end
         self.any = False  # whether anything is shifted
-        self._length: fx.Node | None = None
+        self._sizes: dict[sympy.Expr, fx.Node] = {}
 
     def _dim(self, node: fx.Node) -> int:
         return int(node.meta["val"].dim()) - self.back
@@ -188,9 +189,18 @@ class _Shifts:
     def at(self, node: fx.Node, offset: int) -> _Extended:
         """Return a value of all tokens whose entry `t + offset` is entry `t` of a node; raises `_NoShift`."""
         value = self._at(node, offset)
-        # A number in the place of a filled tensor has no dimensions, and makes no other operand wider.
+        # A number in the place of a filled tensor has no dimensions, and makes no other operand of wider dtype; for
+        # operators that look at sizes, `as_wide` brings these back.
         self._require(value.node.meta["val"].dtype == node.meta["val"].dtype)
         return value
+
+    def as_wide(self, value: fx.Node, node: fx.Node) -> fx.Node:
+        """Repeat a value in the place of a node to the sizes of the node, and to all tokens."""
+        shape = [self.tokens if dim == self._dim(node) else size for dim, size in enumerate(sizes(node))]
+        if sizes(value) == tuple(shape):
+            return value
+        shape = [int(size) if size.is_Integer else self._size_of_call(size) for size in shape]
+        return call(self.graph, aten.expand.default, value, shape)
 
     def _at(self, node: fx.Node, offset: int) -> _Extended:
         if self._is_of_no_token(node):
@@ -271,7 +281,7 @@ class _Shifts:
         for least in tokens.atoms(Min):
             number = sympy.Mul(*(arg for arg in least.args if arg.is_Integer))
             self._require(least == Min(number, self.tokens))
-            self._require(value_of(self._size_of_call()) >= int(number))  # a guard
+            self._require(value_of(self._size_of_call(self.tokens)) >= int(number))  # a guard
             tokens = tokens.xreplace({least: number})
         self._require(tokens.is_Integer)
         return int(tokens)
@@ -429,6 +439,8 @@ class _Shifts:
         self._require(all(same))  # a value of one token is not that of every token
         values = {arg: self.at(arg, offset) for arg in operands}
         nodes = {arg: value.node for arg, value in values.items()}
+        if node.target in (aten.slice.Tensor, aten.slice_scatter.default):  # of features
+            nodes = {arg: self.as_wide(value, arg) for arg, value in nodes.items()}
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: nodes.get(arg, arg))
         return _Extended(call(self.graph, node.target, *args, **kwargs), max(value.begin for value in values.values()))
 
@@ -437,19 +449,19 @@ class _Shifts:
         if count <= 0:
             return rest
         self._require(rest.begin <= count)
-        length = self._size_of_call()
+        length = self._size_of_call(self.tokens)
         positions = call(self.graph, aten.arange.default, length, device=self.root.meta["val"].device)
         is_first = raised(call(self.graph, aten.lt.Scalar, positions, count), self.back - 1, -1)
         return _Extended(call(self.graph, aten.where.self, is_first, first.node, rest.node), first.begin)
 
-    def _size_of_call(self) -> fx.Node:
-        if self._length is None:
+    def _size_of_call(self, size: sympy.Expr) -> fx.Node:
+        if size not in self._sizes:
             inputs = [node for node in self.graph.find_nodes(op="placeholder") if has_tensor(node)]
-            dims = ((node, dim) for node in inputs for dim, size in enumerate(sizes(node)) if size == self.tokens)
+            dims = ((node, dim) for node in inputs for dim, own in enumerate(sizes(node)) if own == size)
             if (place := next(dims, None)) is None:
                 raise _NoShift
-            self._length = call(self.graph, aten.sym_size.int, *place)
-        return self._length
+            self._sizes[size] = call(self.graph, aten.sym_size.int, *place)
+        return self._sizes[size]
 
     def _shifted(self, node: fx.Node, count: int) -> fx.Node:
         """Shift a value by `count` tokens, with zeros before the first."""

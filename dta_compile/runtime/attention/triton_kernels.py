@@ -27,11 +27,17 @@ LONG_REACH = tl.constexpr(2048)
 
 
 @triton.jit
+def _addresses(pointer, head_stride, row_stride, head, rows, WIDTH: tl.constexpr):
+    """Return the addresses `[rows, WIDTH]` of one head; offsets may exceed 32 bits."""
+    of_head = pointer + head.to(tl.int64) * head_stride
+    return of_head + rows.to(tl.int64)[:, None] * row_stride + tl.arange(0, WIDTH)[None, :]
+
+
+@triton.jit
 def _rows(pointer, head_stride, row_stride, head, rows, exists, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Load `[rows, WIDTH]` of one head, zeros where `exists` is false; `exists` None: no mask."""
-    features = tl.arange(0, WIDTH)
-    address = pointer + head * head_stride + rows.to(tl.int64)[:, None] * row_stride + features[None, :]
-    real = (features < DIM)[None, :]
+    address = _addresses(pointer, head_stride, row_stride, head, rows, WIDTH)
+    real = (tl.arange(0, WIDTH) < DIM)[None, :]
     if exists is not None:
         values = tl.load(address, mask=exists[:, None] & real, other=0.0)
     elif DIM == WIDTH:
@@ -43,9 +49,9 @@ def _rows(pointer, head_stride, row_stride, head, rows, exists, DIM: tl.constexp
 
 @triton.jit
 def _store(pointer, head_stride, row_stride, head, rows, exists, values, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    features = tl.arange(0, WIDTH)
-    address = pointer + head * head_stride + rows.to(tl.int64)[:, None] * row_stride + features[None, :]
-    tl.store(address, values.to(pointer.dtype.element_ty), mask=exists[:, None] & (features < DIM)[None, :])
+    address = _addresses(pointer, head_stride, row_stride, head, rows, WIDTH)
+    real = (tl.arange(0, WIDTH) < DIM)[None, :]
+    tl.store(address, values.to(pointer.dtype.element_ty), mask=exists[:, None] & real)
 
 
 @triton.jit
@@ -61,9 +67,9 @@ def _put(
 ):  # fmt: skip
     """Store values, or add them to what is there; add atomically to rows that `splits` programs share."""
     if SHARED and splits > 1:
-        features = tl.arange(0, WIDTH)
-        address = pointer + head * head_stride + rows.to(tl.int64)[:, None] * row_stride + features[None, :]
-        tl.atomic_add(address, values, mask=exists[:, None] & (features < DIM)[None, :], sem="relaxed")
+        address = _addresses(pointer, head_stride, row_stride, head, rows, WIDTH)
+        real = (tl.arange(0, WIDTH) < DIM)[None, :]
+        tl.atomic_add(address, values, mask=exists[:, None] & real, sem="relaxed")
     elif STORES:
         _store(pointer, head_stride, row_stride, head, rows, exists, values, DIM, WIDTH)
     else:

@@ -21,7 +21,7 @@ from dta_compile.executable.masks import MaskProgram
 from dta_compile.ops.attention import BY_DISTANCE
 from dta_compile.ops.chosen_keys import CHOICE_MIXER
 from dta_compile.proofs.call_facts import Facts, Table, read_table
-from dta_compile.proofs.mask_class import FORBIDDEN, LONGEST_ROW, MaskClass
+from dta_compile.proofs.mask_class import BOUND, FORBIDDEN, LONGEST_ROW, MaskClass
 from dta_compile.proofs.pairs import Pairs, UnlikePair, read_pairs, sequences_of
 from dta_compile.proofs.terms import Leaf, Term, shown
 from dta_compile.runtime.calls.mask_values import MaskValues, mask_of
@@ -94,9 +94,10 @@ def _goes_by_others(layer: MixerLayer) -> bool:
 
 
 def _limit(mask_class: MaskClass, kept: tuple[int, ...]) -> Limit | None:
-    if mask_class.chunk is not None:
-        return Limit(mask_class.chunk, by_chunks=True)
-    return None if mask_class.window is None else Limit(mask_class.window, kept=kept)
+    span = mask_class.window if mask_class.chunk is None else mask_class.chunk
+    if span is None or span >= BOUND:  # no row is as long, and depths on the device have 32 bits
+        return None
+    return Limit(span, kept=kept) if mask_class.chunk is None else Limit(span, by_chunks=True)
 
 
 def read_masks(

@@ -233,6 +233,20 @@ def test_shifts_run_over_the_tree(shift):
     check(Shifting(shift), shared_ids())
 
 
+def test_what_is_put_together_of_narrower_values_has_all_features():
+    def joined(x, g):
+        repeated = F.pad(torch.ones_like(x[:, 1:]) * (x[:, :-1, :1] * g[0]).sigmoid(), (0, 0, 1, 0))
+        first = torch.cat([g.expand(x.shape[0], 1, -1), torch.zeros_like(x)], 1)[:, :-1]
+        both = x.new_zeros(x.shape[0], x.shape[1] - 1, 2 * x.shape[2])
+        both[..., : x.shape[2]] = x[:, :-1]
+        both[..., x.shape[2] :] = x[:, 1:]
+        both = torch.cat([x.new_zeros(x.shape[0], 1, 2 * x.shape[2]), both], 1)
+        every = torch.cat([x, repeated, first, both], -1)
+        return x + repeated.sum(-1, keepdim=True) + F.linear(every, kernel(g, WIDTH, 5 * WIDTH))
+
+    check(Shifting(joined), shared_ids())
+
+
 def test_a_shift_of_detached_values_gives_them_no_gradient():
     def detached(x, g):
         return torch.cat([x[:, :1], x[:, 1:] + F.linear(x[:, :-1].detach(), g.expand(WIDTH, WIDTH))], 1)

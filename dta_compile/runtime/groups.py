@@ -164,7 +164,7 @@ class GroupRun:
             if outputs is None:
                 continue
             for i, buffer in zip(part.frontier, rows, strict=True):
-                if (output := outputs[i]) is not None and buffer is not None:
+                if (output := outputs[i]) is not None and isinstance(buffer, AllRows):
                     output.values.index_copy_(0, index, buffer.heads)
 
     def backward(self, number: int, grads: Gradients, parameters: Sequence[torch.Tensor]) -> Gradients:

@@ -31,9 +31,6 @@ FUSED_REDUCTIONS = get_decompositions(
         aten.nll_loss_forward,
         aten.nll_loss2d_forward,
         aten.mse_loss,
-        aten.smooth_l1_loss,
-        aten.huber_loss,
-        aten.binary_cross_entropy,
         aten.soft_margin_loss,
     ]
 )
@@ -50,7 +47,6 @@ SPELLED_OUT = get_decompositions(
         aten.roll,
         aten.index_fill,
         aten.narrow_copy,
-        aten.std_mean,
         aten.nansum,
         aten.aminmax,
         aten.dot,
@@ -70,7 +66,7 @@ def _group_norm(
     x: torch.Tensor, weight: Any, bias: Any, rows: Any, channels: int, rest: Any, groups: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute group norm row by row; torch's own operator takes the number of rows as an argument."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(rows, groups, -1)
+    wide = _wide(x).reshape(rows, groups, -1)
     variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
     rstd = torch.rsqrt(variance + eps)
     out = ((wide - mean) * rstd).reshape(x.shape)
@@ -81,7 +77,7 @@ def _batch_norm(
     x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, variance: torch.Tensor, momentum: float, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute batch norm from running statistics, which is affine in each value."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = _wide(x)
     scale = torch.rsqrt(variance + eps)
     out = _affine(_affine(wide, scale, -mean * scale), weight, bias)
     return out.to(x.dtype), mean.new_empty(0), mean.new_empty(0)
@@ -138,6 +134,60 @@ def _multiplied(x: Any, y: Any, alpha: Any) -> Any:
     return (y.to(torch.result_type(x, y)) if isinstance(y, torch.Tensor) else y) * alpha
 
 
+# Torch's own decompositions of these have other derivatives than its operators: NaN for a deviation of zero, for sure
+# probabilities and for infinite distances.
+
+
+def _std_mean(
+    x: torch.Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute deviation and mean; a deviation of zero has the derivative zero."""
+    variance, mean = torch.var_mean(x, dim, correction=correction, keepdim=keepdim)
+    is_zero = variance == 0
+    return variance.masked_fill(is_zero, 1).sqrt().masked_fill(is_zero, 0), mean
+
+
+LEAST_VARIANCE = 9.999999960041972e-13  # 1e-12 in float32, as in torch's kernels for all dtypes
+
+
+def _binary_cross_entropy(
+    x: torch.Tensor, target: torch.Tensor, weight: Any = None, reduction: int = 1
+) -> torch.Tensor:
+    """Compute binary cross entropy, whose derivative has a variance of at least `LEAST_VARIANCE` as its divisor."""
+    wide, target = _wide(x), _wide(target)
+    kept = wide.detach()
+    loss = (target - 1) * torch.log1p(-kept).clamp(min=-100) - target * kept.log().clamp(min=-100)
+    slope = (kept - target.detach()) / (kept * (1 - kept)).clamp(min=LEAST_VARIANCE)
+    loss = loss + (wide - kept) * slope  # which adds zero
+    return _reduced(loss if weight is None else loss * weight, reduction, x.dtype)
+
+
+def _smooth_l1(x: torch.Tensor, target: torch.Tensor, reduction: int = 1, beta: float = 1.0) -> torch.Tensor:
+    gap = _wide(x) - _wide(target)
+    is_far = gap.abs() >= beta
+    squares, distances = gap.masked_fill(is_far, 0).square(), gap.masked_fill(~is_far, 0).abs()
+    loss = torch.where(is_far, distances - 0.5 * beta, 0.5 * squares / beta)
+    return _reduced(loss, reduction, torch.result_type(x, target))
+
+
+def _huber(x: torch.Tensor, target: torch.Tensor, reduction: int = 1, delta: float = 1.0) -> torch.Tensor:
+    gap = _wide(x) - _wide(target)
+    is_far = gap.abs() > delta
+    squares, distances = gap.masked_fill(is_far, 0).square(), gap.masked_fill(~is_far, 0).abs()
+    loss = torch.where(is_far, delta * (distances - 0.5 * delta), 0.5 * squares)
+    return _reduced(loss, reduction, torch.result_type(x, target))
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` in at least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _reduced(loss: torch.Tensor, reduction: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a loss by entry (0), its mean (1) or its sum (2)."""
+    return (loss.mean() if reduction == 1 else loss.sum() if reduction == 2 else loss).to(dtype)
+
+
 TABLE: dict[Any, Any] = {
     **FUSED_REDUCTIONS,
     **SPELLED_OUT,
@@ -148,6 +198,10 @@ TABLE: dict[Any, Any] = {
     aten._native_batch_norm_legit_no_training.default: _batch_norm,
     aten.repeat.default: _repeat,
     aten.convolution.default: _convolution,
+    aten.std_mean.correction: _std_mean,
+    aten.binary_cross_entropy.default: _binary_cross_entropy,
+    aten.smooth_l1_loss.default: _smooth_l1,
+    aten.huber_loss.default: _huber,
 }
 
 

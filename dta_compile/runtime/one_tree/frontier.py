@@ -30,7 +30,7 @@ class ComputedRows:
 
     def add_gradient(self, index: int, buffer: AllRows, grad: torch.Tensor) -> None:
         """Add the gradient of `expand`."""
-        buffer.heads += grad
+        buffer.heads.add_(grad)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

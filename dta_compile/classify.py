@@ -97,6 +97,7 @@ def classify(module: fx.GraphModule) -> Captured:
     through here to Dynamo, which then calls the backend with the next trace.
     """
     own_symbols = dynamo.restore_duck_shapes()
+    dynamo.trace_again_if_a_leaf_is_returned(module.graph)
     has_attention = any(captured_mixer_calls(module))
     facts = Captured(
         module, Kind.TREE, _is_training(module), has_attention, own_symbols, graph_break=dynamo.graph_break(module)

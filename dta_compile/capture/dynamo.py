@@ -25,6 +25,7 @@ from dta_compile.integrations import tracing
 from dta_compile.integrations.checkpoint_flags import CheckpointFlags
 from dta_compile.integrations.fully_shard import Sharded
 from dta_compile.options import Options
+from dta_compile.passes.program import output_node
 from dta_compile.passes.symbols import expression, hint
 from dta_compile.torch_compat import as_wrapper, frames, wrap_once
 from dta_compile.torch_compat.dynamo import (
@@ -58,8 +59,11 @@ SELECTIONS = "capture_dynamic_output_shape_ops"
 _duck_shapes_before: list[bool] = []
 # Ids of running compilations whose graphs end where rows are selected by a condition.
 _without_selections: set[Any] = set()
+ASKED = "dta_requires_grad"  # in the meta of a node of a computed value: `requires_grad_()` was called
 # Ids of running compilations whose graphs end at conditions on what is selected.
 _without_branches: set[Any] = set()
+# Ids of running compilations whose graphs end at `requires_grad_()` of a computed value.
+_without_requires_grad: set[Any] = set()
 # Ids of running compilations whose layers cannot be traced once for all copies.
 _without_regions: set[Any] = set()
 # Setting of Dynamo: functions whose calls it leaves out.
@@ -317,6 +321,18 @@ def trace_without_branches() -> NoReturn:
     _trace_again_without(_without_branches, "branches over selected rows")
 
 
+def traces_requires_grad(output_graph: Any) -> bool:
+    """Whether a trace goes on at `requires_grad_()` of a computed value, which then gets no gradient of its own."""
+    is_ours = frames.is_ours(output_graph.compiler_fn)
+    return is_ours and CompileContext.current_compile_id() not in _without_requires_grad
+
+
+def trace_again_if_a_leaf_is_returned(graph: fx.Graph) -> None:
+    """Make Dynamo trace once more if a value is returned that was asked to require a gradient: its own may be read."""
+    if any(ASKED in node.meta for node in output_node(graph).all_input_nodes):
+        _trace_again_without(_without_requires_grad, "requires_grad_() of computed values")
+
+
 def trace_again_with(what: str) -> NoReturn:
     """Make Dynamo trace once more after a change of ours, which `what` names."""
     raise _TraceAgain(f"dta: trace with {what}")
@@ -477,6 +493,7 @@ def _clear_ids(*_: Any) -> None:
     """Clear ids at the end of every compilation, where Dynamo calls this, because `reset()` restarts them."""
     _without_selections.clear()
     _without_branches.clear()
+    _without_requires_grad.clear()
     _without_regions.clear()
     _has_given_up.clear()
 

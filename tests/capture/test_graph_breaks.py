@@ -232,3 +232,19 @@ def test_a_branch_that_is_skipped_leaves_no_error_and_no_gradient(branch):
         run = lambda step: (weighted(step(ids, some)).backward(),)  # noqa: B023, E731
         assert_same(after(model, lambda: run(compiled)), after(model, lambda: run(step)))  # noqa: B023
     assert dta_compile.last_plan(compiled)
+
+
+def test_the_gradient_of_a_returned_value_is_its_own():
+    """As in adversarial training; the graph ends there instead of returning a value without a gradient."""
+    model = BareLM()
+
+    def attacked(ids):
+        x = model.embedding(ids).detach().requires_grad_()
+        return x, model.head(model.mix(x))
+
+    compiled, grads = torch.compile(attacked, backend="dta", options={**OPTIONS, "fallback": "dense"}), []
+    for run in (compiled, attacked):
+        x, logits = run(shared_ids())
+        weighted(logits).backward()
+        grads.append(x.grad)
+    assert_same(*grads)

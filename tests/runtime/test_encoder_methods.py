@@ -77,6 +77,21 @@ def test_images_differ_by_one_bit_and_by_grid():
     assert encoder.distinct(*tensors)[1].tolist() == list(range(half // 2))
 
 
+class Averaging(nn.Linear):
+    """Keeps an average of what it is given, and writes the same number to another buffer."""
+
+    def __init__(self):
+        super().__init__(3, 4, dtype=torch.float64)
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("known", torch.tensor(0.5))
+
+    def forward(self, x):
+        self.known = torch.tensor(0.5)
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0))
+        return super().forward(x)
+
+
 @pytest.mark.parametrize(
     ("model", "why"),
     [
@@ -84,6 +99,7 @@ def test_images_differ_by_one_bit_and_by_grid():
         (lambda: Model(lambda x: torch.cat([x - x.mean(0), x.sign() / 0], -1)), "of an image alone"),
         (lambda: Model(layer=nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()), "batch norm"),
         (lambda: Model(layer=nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)).double()), "random"),
+        (lambda: Model(layer=Averaging()), "buffer layer.mean"),
         (lambda: (model := Model(lambda x: x * (np.random.rand() if model.training else 1))), "random"),
         (lambda: (model := Model(lambda x: x * 0 if model.training and random.random() > 2 else x)), "random"),
     ],

@@ -364,6 +364,18 @@ def test_encoders_of_several_kinds_of_media():
     assert "3 images (or other media), 1 different" in notes and "4 images (or other media), 2 different" in notes
 
 
+def test_complex_media_and_a_scale_of_all_of_them():
+    class Spectra(Reader):
+        def forward(self, ids, spectra, scale):
+            return super().forward(ids, scale * torch.view_as_real(spectra).sum(-1))
+
+    model, (ids, pixels) = Spectra(), rows_of([[1, "a", 2], [1, "a", 3], [1, "c", 4]])
+    compiled, spectra = torch.compile(model, backend="dta"), torch.complex(pixels, pixels.flip(-1))
+    for scale in torch.tensor([1, 0.25], dtype=torch.float64):
+        assert_same(*(run(lambda f=f: f(ids, spectra, scale), model) for f in (compiled, model)))  # noqa: B023
+    assert tokens_run(compiled) == 8
+
+
 def test_media_of_equal_hash_are_compared(monkeypatch):
     monkeypatch.setattr(encoders, "_hashes", lambda words: [0] * len(words))
     pixels = torch.tensor([[1.0, 2.0], [1.0, 2.0], [1.0, 3.0]])

@@ -207,6 +207,14 @@ def assigned_data(block, x, q, k, v):
     return block.mlp(x)
 
 
+def other_default_dtype(block, x, q, k, v):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    scale = torch.linspace(0, 1, x.shape[-1])
+    torch.set_default_dtype(before)
+    return x * scale
+
+
 def hook_on_a_gradient(block, x, q, k, v):
     x = x * 2
     x.register_hook(lambda gradient: gradient * 2)
@@ -248,6 +256,7 @@ def clipped_gradient(block, x, q, k, v):
         ),
         (parameter_written_after_a_read, "the model writes to a parameter that it has used before"),
         (assigned_data, "the model assigns to the .data of a tensor"),
+        (other_default_dtype, "the compiled function changes a setting of torch"),
         (hook_on_a_gradient, "a hook on the gradient of a value"),
         (clipped_gradient, "not linear in the gradients"),
     ],

@@ -124,11 +124,12 @@ def _take_along_dim(input: torch.Tensor, indices: torch.Tensor, dim: int | None 
 def _tracing_requires_grad(method: Callable[..., Any], self: Any, tx: Any, requires_grad: Any = True) -> Any:
     """Trace `requires_grad_()` of a computed value, which PEFT's hook for checkpoints calls on embeddings.
 
-    It changes no gradient of a parameter, so the graph only records that the value requires a gradient.
+    It changes no gradient of a parameter, so the graph only records that the value requires a gradient. One that is
+    returned has a gradient of its own in eager mode: then the graph ends here.
     """
     asked = requires_grad is True or (requires_grad is not False and requires_grad.as_python_constant())
     value = self.as_proxy().node.meta["example_value"]
-    if not asked or self.source or value.requires_grad or not frames.is_ours(tx.output.compiler_fn):
+    if not asked or self.source or value.requires_grad or not dynamo.traces_requires_grad(tx.output):
         return method(self, tx, requires_grad)
     before = get_inplace_requires_grad_allowed()
     set_inplace_requires_grad_allowed(True)
@@ -136,7 +137,7 @@ def _tracing_requires_grad(method: Callable[..., Any], self: Any, tx: Any, requi
         value.requires_grad_()
     finally:
         set_inplace_requires_grad_allowed(before)
-    self.requires_grad = True
+    self.requires_grad = self.as_proxy().node.meta[dynamo.ASKED] = True
     return self
 
 

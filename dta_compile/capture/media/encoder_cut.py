@@ -69,7 +69,8 @@ class EncoderCalls:
         """
         gather_to_encode(bool(self.calls))
         encoders = _Distinct(self.before, budget)
-        results = encoders.run(*(args[number] for number in self.inputs))
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # which a graph may have switched when an encoder fails
+            results = encoders.run(*(args[number] for number in self.inputs))
         features, computed = results[: len(self.calls)], results[len(self.calls) :]
         rows = [encoders.rows_of(call, made) for call, made in zip(self.calls, features, strict=True)]
         pairs = zip(map(as_table, features[: self.read]), rows, strict=False)

@@ -51,7 +51,8 @@ def insertions_of(graph: fx.Graph, ids: Set[fx.Node] = frozenset()) -> Iterator[
         return media[node].union(*(written.get(part, ()) for part in memory(node)))
 
     for node in graph.nodes:
-        own = {node} if node.op == "placeholder" and is_data(node) else set()
+        is_medium = node.op == "placeholder" and is_data(node) and node.meta["example_value"].dim() > 0  # else of all
+        own = {node} if is_medium else set()
         media[node] = frozenset(own.union(*map(now, node.all_input_nodes)))
         for features, mask in _candidates(node):
             of_features, of_mask = now(features) - ids, now(mask)

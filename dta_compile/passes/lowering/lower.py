@@ -83,6 +83,7 @@ def lower(program: Program) -> None:
     captured = program.captured
     placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
     _refuse_assigned_data(captured)
+    _refuse_settings(captured)
     refuse_overlapping_writes(captured)
     flow = gradient_flow(captured)
     _refuse_gradients_switched_on(captured, flow)
@@ -134,6 +135,7 @@ def lower(program: Program) -> None:
         node.meta["source"] = _readable(spec.name)
 
 
+SETTINGS = ("set_default_dtype", "set_float32_matmul_precision", "_set_deterministic_algorithms")
 ASSIGNS_DATA = ("set_", "shallow_copy_data_")  # before torch 2.15, and since
 
 
@@ -148,6 +150,19 @@ def _refuse_assigned_data(captured: fx.GraphModule) -> None:
                 got=f"{node.args[0]}.data = ..., or {node.args[0]}.set_(...)",
                 hint="move the assignment out of the compiled function, or compute a new value and use that: "
                 "torch.nn.utils.parametrize does so with weights",
+            )
+
+
+def _refuse_settings(captured: fx.GraphModule) -> None:
+    """Raise RefusalError for a change of a setting of torch's, which operators that run later would not know of."""
+    for node in all_nodes(captured):
+        if name_of(node) in SETTINGS:
+            raise RefusalError(
+                "the compiled function changes a setting of torch",
+                where=where(node),
+                expected="settings that stay as they are within a call",
+                got=f"{name_of(node)}({', '.join(map(str, node.args))})",
+                hint="change it outside of the compiled function; instead of a default dtype, give dtype=",
             )
 
 

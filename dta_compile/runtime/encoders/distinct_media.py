@@ -102,8 +102,9 @@ def distinct(media: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
 
 def _words(value: torch.Tensor) -> torch.Tensor:
     """Return the bits `[n, words]` of a tensor `[n, ...]` as integers."""
-    flat = value.detach().reshape(len(value), -1).contiguous()
-    return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    flat = value.detach().resolve_conj().resolve_neg().reshape(len(value), -1).contiguous()
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+    return flat.view(words.get(flat.element_size(), torch.int64))  # two for a complex number of 16 bytes
 
 
 def _media_of_block(words: torch.Tensor) -> int:

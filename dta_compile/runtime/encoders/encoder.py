@@ -19,13 +19,7 @@ from dta_compile.integrations import checkpoint_flags
 from dta_compile.runtime.encoders.distinct_media import Kept, dependence
 from dta_compile.runtime.encoders.method_calls import Arguments, MethodCall, call_of
 from dta_compile.runtime.encoders.outputs import FIELDS, HIDDEN, Form, features_in, form_of, is_of_integers, with_mask
-from dta_compile.runtime.encoders.trial import (
-    Trial,
-    WeightReads,
-    is_batch_norm,
-    modules_called,
-    training_without_batch_norm,
-)
+from dta_compile.runtime.encoders.trial import Trial, WeightReads, is_batch_norm, modules_called
 from dta_compile.runtime.encoders.units import Batch, Tensors, batch_of
 from dta_compile.runtime.measure.budget import default_budget
 
@@ -114,8 +108,7 @@ class Encoder(MethodCall):
 
     def learn(self, tensors: Sequence[torch.Tensor]) -> None:
         """Run the method once without gradients to see what it returns, and which modules and parameters it uses."""
-        no_batch_norm, trial = training_without_batch_norm(self.module), Trial(self.module)
-        with no_batch_norm, modules_called(self.module) as called, trial, WeightReads() as reads:
+        with modules_called(self.module) as called, Trial(self.module) as trial, WeightReads() as reads:
             output = self.run(tensors)
         values = [(name, getattr(output, name, None), has_levels) for name, has_levels in FIELDS]
         hidden = getattr(output, HIDDEN, None)
@@ -137,7 +130,7 @@ class Encoder(MethodCall):
         self._form = Form(type(output), fields, widths, tuple(outermost), weights, has_others)
         self._one_by_one = bool(fields) and fields[0][1] == ("tensor", 0)
         self._bytes_per_row = None
-        self.refusal = self._refusal_of(trial.is_random, self._modules())
+        self.refusal = self._refusal_of(trial, self._modules())
 
     def _features(self, tensors: Sequence[torch.Tensor]) -> tuple[Tensors, list[int]]:
         """Run the method; return its features, and how many of them each entry of its output has."""
@@ -210,11 +203,9 @@ class Encoder(MethodCall):
         mode = tuple(tuple(x for x in vars(part).values() if isinstance(x, (bool, float))) for part in parts)
         if min(len(first), 2) <= self._looked_at.get(mode, 0):
             return
-        if refusal := self._refusal_of(False, self._modules()):
-            raise refusal
         with Trial(self.module) as trial:
             together, lengths = self._features(tensors)
-        if refusal := self._refusal_of(trial.is_random, []):
+        if refusal := self._refusal_of(trial, self._modules()):
             raise refusal
         if batch is not None:
             self._one_by_one |= len(lengths) != batch.count
@@ -230,11 +221,13 @@ class Encoder(MethodCall):
             if own.shape != features.shape or not _is_close(own, features, TOLERANCES.get(features.dtype, 0.0)):
                 raise dependence(self.name, "other features of an image alone than of all images")
 
-    def _refusal_of(self, is_random: bool, modules: Sequence[nn.Module]) -> RefusalError | None:
+    def _refusal_of(self, trial: Trial, modules: Sequence[nn.Module]) -> RefusalError | None:
         parts = [part for module in modules for part in module.modules()]
         if any(part.training and is_batch_norm(part) for part in parts):
             return dependence(self.name, "batch norm in training mode, which reads all images of a batch")
-        return dependence(self.name, "random numbers (dropout)") if is_random else None
+        if trial.written:
+            return dependence(self.name, f"buffer {trial.written}, which all images of a batch are written to at once")
+        return dependence(self.name, "random numbers (dropout)") if trial.is_random else None
 
 
 def _is_close(features: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:

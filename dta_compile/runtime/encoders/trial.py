@@ -19,15 +19,16 @@ def is_batch_norm(part: nn.Module) -> bool:
 
 
 class Trial:
-    """Run without gradients; the random state is kept, and `is_random` tells whether it was read.
+    """Run without gradients; the random state and buffers are kept.
 
+    `is_random` tells whether the random state was read, `written` names a buffer that was changed, if any.
     (Operators cannot be asked: torch's attention counts as random, though it draws nothing without dropout.)
     """
 
     def __init__(self, module: nn.Module) -> None:
         devices = {weight.device for weight in module.parameters()}
         self.devices = [device for device in devices if device.type not in ("cpu", "meta")]
-        self.is_random = False
+        self.module, self.is_random, self.written = module, False, ""
 
     def _state(self) -> list[torch.Tensor]:
         of_devices = (torch.get_device_module(device).get_rng_state(device) for device in self.devices)
@@ -43,6 +44,9 @@ class Trial:
         self._grad.__enter__()
         self._before, self._of_numpy = self._state(), (np.random.get_state(), self._state_of_numpy())
         self._of_python = random.getstate()
+        named = self.module.named_buffers(remove_duplicate=False)
+        # Not by versions of tensors, which batch norm does not count.
+        self._buffers = {name: (buffer, buffer.clone()) for name, buffer in named if not buffer.is_meta}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -55,6 +59,22 @@ class Trial:
         torch.set_rng_state(self._before[0])
         for device, state in zip(self.devices, self._before[1:], strict=True):
             torch.get_device_module(device).set_rng_state(state, device)
+        for name, (buffer, value) in self._buffers.items():
+            owner, _, own = name.rpartition(".")
+            buffers = self.module.get_submodule(owner)._buffers
+            now, buffers[own] = buffers.get(own), buffer
+            if now is None or not _is_same(now, value):
+                self.written = name
+            if not _is_same(buffer, value):
+                with torch.no_grad():
+                    buffer.copy_(value)
+
+
+def _is_same(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are equal, NaN (of memory without values) as well."""
+    if value.shape != other.shape:
+        return False
+    return bool(((value == other) | ((value != value) & (other != other))).all())
 
 
 class WeightReads(TorchDispatchMode):
@@ -71,19 +91,6 @@ class WeightReads(TorchDispatchMode):
             if isinstance(value, nn.Parameter) or (isinstance(value, torch.Tensor) and value.requires_grad):
                 self.weights[id(value)] = value
         return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def training_without_batch_norm(module: nn.Module) -> Iterator[None]:
-    """Keep running statistics from a trial run."""
-    parts = [part for part in module.modules() if part.training and is_batch_norm(part)]
-    for part in parts:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in parts:
-            part.training = True
 
 
 @contextlib.contextmanager

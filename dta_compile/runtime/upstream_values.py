@@ -8,6 +8,7 @@ see, and change, less than in eager mode. Each such pair of values goes through 
 
 from __future__ import annotations
 
+import collections
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +26,13 @@ def noticing_gradients(outputs: Sequence[Any], facts: Sequence[Output]) -> tuple
     noticing, watched = list(outputs), dict[int, Watched]()
     sources_of = {i: [j for j in fact.upstream if _has_gradient(outputs[j])] for i, fact in enumerate(facts)}
     upstream = {source for i, sources in sources_of.items() if _has_gradient(outputs[i]) for source in sources}
+    distinct = {id(output): output for output, fact in zip(outputs, facts, strict=True) if not fact.is_cache}
+    own = filter(_has_gradient, distinct.values()) if upstream else ()
+    memory = collections.Counter(output.untyped_storage()._cdata for output in own)
+
+    def is_shared(i: int) -> bool:
+        return memory[outputs[i].untyped_storage()._cdata] > 1
+
     # An output comes after all that it is computed from, because it has these upstream and all that they have.
     for i in sorted(upstream | {i for i, sources in sources_of.items() if sources}, key=lambda i: len(sources_of[i])):
         if not _has_gradient(outputs[i]):
@@ -32,12 +40,20 @@ def noticing_gradients(outputs: Sequence[Any], facts: Sequence[Output]) -> tuple
         if sources := sources_of[i]:
             of_sources = [watched[source] for source in sources]
             tensors = (noticing[source] for source in sources)
-            noticing[i] = DownstreamValue.apply(noticing[i], facts[i].name, of_sources, *tensors)
+            noticing[i] = DownstreamValue.apply(noticing[i], is_shared(i), facts[i].name, of_sources, *tensors)
         if i in upstream:
             watched[i] = Watched(facts[i].name, facts[i].where)
-            noticing[i] = watched[i].watch(noticing[i])
+            noticing[i] = watched[i].watch(noticing[i], is_shared(i))
     by_tensor = {id(before): after for before, after in zip(outputs, noticing, strict=True) if before is not after}
     return tuple(by_tensor.get(id(output), output) for output in outputs)  # one tensor may be several outputs
+
+
+def _identity(value: torch.Tensor, is_shared: bool) -> torch.Tensor:
+    """Return a value as the result of a custom function.
+
+    Autograd refuses writes to a view that one returns: of memory that is shared it would not follow them.
+    """
+    return value.view_as(value) if is_shared else value.detach()
 
 
 def _has_gradient(output: Any) -> bool:
@@ -58,9 +74,9 @@ class Watched:
         self.tensor: weakref.ref[torch.Tensor] | None = None
         self.hooks: list[Mapping[int, Any]] = []
 
-    def watch(self, value: torch.Tensor) -> torch.Tensor:
+    def watch(self, value: torch.Tensor, is_shared: bool) -> torch.Tensor:
         """Return an identity of the value that notes its hooks."""
-        noticing: torch.Tensor = UpstreamValue.apply(value, self)
+        noticing: torch.Tensor = UpstreamValue.apply(value, is_shared, self)
         self.tensor = weakref.ref(noticing)
         return noticing
 
@@ -77,16 +93,16 @@ class UpstreamValue(torch.autograd.Function):
     """Identity of a value from which others are computed."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, watched: Watched) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, is_shared: bool, watched: Watched) -> torch.Tensor:
         """Return the value."""
         ctx.watched = watched
         ctx.set_materialize_grads(False)
-        return value.detach()
+        return _identity(value, is_shared)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         """Return the gradient."""
-        return grad, None
+        return grad, None, None
 
     jvp = TreeFunction.jvp
 
@@ -101,12 +117,12 @@ class DownstreamValue(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, value: torch.Tensor, name: str, watched: Sequence[Watched], *upstream: torch.Tensor
+        ctx: Any, value: torch.Tensor, is_shared: bool, name: str, watched: Sequence[Watched], *upstream: torch.Tensor
     ) -> torch.Tensor:
         """Return the value."""
         ctx.name, ctx.watched = name, watched
         ctx.set_materialize_grads(False)
-        return value.detach()
+        return _identity(value, is_shared)
 
     @staticmethod
     @torch.compiler.disable  # else Dynamo would trace it in a compiled function that calls backward()
@@ -124,7 +140,7 @@ class DownstreamValue(torch.autograd.Function):
             if not will_run(of_value):
                 names = " or ".join(watched.name for watched in ctx.watched)
                 raise _incomplete(ctx.name, f"torch.autograd.grad with respect to {names}")
-        return grad, None, None, *[None] * len(ctx.watched)
+        return grad, None, None, None, *[None] * len(ctx.watched)
 
     jvp = TreeFunction.jvp
 

@@ -640,6 +640,32 @@ def test_hooks_on_outputs_that_the_compiler_computes_anew_or_looks_through_are_r
     assert_same(after(model, lambda: sum(map(weighted, compiled(IDS))).backward()), expected)
 
 
+def test_outputs_that_share_memory_in_eager_mode_share_it(model):
+    """Autograd itself refuses a write with gradients that would not reach the other views of the memory."""
+
+    def states(ids):
+        hidden = model.hidden(ids)
+        flat = hidden.view(-1, hidden.shape[-1])
+        scores = model.head(flat)
+        return hidden, flat, scores, scores.view(*ids.shape, -1), hidden[:, :1]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(states, backend="dta", options=SMALL_CHUNKS)
+
+    def written(run):
+        hidden, _, _, logits, first = outputs = run(IDS)
+        hidden.mul_(2)
+        logits[:, 0] = 0
+        first.add_(1)
+        return outputs
+
+    with torch.no_grad():
+        assert_same(written(compiled), written(states))
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        written(compiled)
+    assert_same(*(after(model, lambda f=f: sum(map(weighted, f(IDS))).backward()) for f in (compiled, states)))
+
+
 def test_hooks_on_rows_from_which_others_are_computed_are_refused_in_a_streaming_step(model, stateful):
     def loss(row, first, second, logits, score):
         first.register_hook(torch.neg)

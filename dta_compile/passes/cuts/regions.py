@@ -17,13 +17,14 @@ from dta_compile.passes.axes.layouts import memory_order
 from dta_compile.passes.axes.refusals import mixing_refusal
 from dta_compile.passes.axes.shape_rules import factors
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.graphs.nodes import SizeNodes, call, erase_unused, may_have_gradient
+from dta_compile.passes.graphs.nodes import SizeNodes, call, erase_unused, is_item, may_have_gradient
 from dta_compile.passes.graphs.operators import DROPOUTS, MATRIX_PRODUCTS, aten
 from dta_compile.passes.graphs.source_lines import where
+from dta_compile.passes.graphs.storage import owner, view_source
 from dta_compile.passes.graphs.subgraph import bytes_per_token, cheapest_cut, is_per_token
 from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.masks.mixers import cache_outputs
-from dta_compile.passes.program import FrontierValue, Mixed, Program, ancestors, has_tensor, items_of
+from dta_compile.passes.program import FrontierValue, Mixed, Program, ancestors, has_tensor, items_of, output_node
 from dta_compile.passes.symbols import expression, sizes
 
 
@@ -35,6 +36,7 @@ from dta_compile.passes.symbols import expression, sizes
 def regions(program: Program) -> None:
     """Fill `program.region`, `.frontier` and `.dense_layer`."""
     kept = {*leaves_of_masks(program), *program.draws, *program.asserted}
+    views = _views_to_return(program)
     erase_unused(program.graph, lambda node: node.op in ("placeholder", "output") or node in kept)
     live = [node for node in program.graph.nodes if node in program.parameter_dependent and node.op != "placeholder"]
     of_mixers = ancestors(program.mixer_nodes)
@@ -44,7 +46,7 @@ def regions(program: Program) -> None:
         if isinstance(value, Mixed) and node in before_last_mixer:
             raise mixing_refusal(value)
     _refuse_dropout(program, live)
-    candidates = [node for node in live if is_per_token(program.values[node])]
+    candidates = [node for node in live if is_per_token(program.values[node]) and node not in views]
     weights = {node for node in program.parameter_dependent if _is_weight(program, node)}
     outputs = {node for node in program.outputs if isinstance(node, fx.Node)}
     per_token = set(candidates)
@@ -73,6 +75,35 @@ def regions(program: Program) -> None:
         and _is_handed_over(program, node)
     ]
     _refuse_absolute_strides(program)
+
+
+def _views_to_return(program: Program) -> set[fx.Node]:
+    """Give outputs that share memory views of their own, for the epilogue: a write to one is then seen in the others.
+
+    Not if the memory is larger than they are together, as that of all logits is beside two of them.
+    """
+    graph, caches, sharing = program.graph, cache_outputs(program), dict[fx.Node, dict[fx.Node, None]]()
+    for node in program.outputs:
+        if isinstance(node, fx.Node) and is_per_token(program.values.get(owner(node))) and node not in caches:
+            sharing.setdefault(owner(node), {})[node] = None
+    output, copies = output_node(graph), dict[fx.Node, fx.Node]()
+
+    def copy(node: fx.Node) -> fx.Node:
+        if node not in copies and (source := view_source(node)) is not None:
+            viewed = node.args[0] if is_item(node) else source
+            operand = copy(viewed)
+            with graph.inserting_before(output):
+                copies[node] = graph.node_copy(node, lambda arg: operand if arg is viewed else arg)
+        return copies.get(node, node)
+
+    for memory, nodes in sharing.items():
+        sizes = [bytes_per_token(node, program.values[node]) for node in nodes if is_per_token(program.values[node])]
+        if len(nodes) > 1 and sum(sizes) >= bytes_per_token(memory, program.values[memory]):
+            for node in nodes:
+                node.replace_all_uses_with(copy(node), delete_user_cb=lambda user: user is output)
+    program.values = {**program.values, **{new: program.values[node] for node, new in copies.items()}}
+    program.parameter_dependent = program.parameter_dependent | set(copies.values())
+    return set(copies.values())
 
 
 def _unflatten(program: Program, region: set[fx.Node]) -> None:

@@ -24,6 +24,7 @@ from dta_compile import registration
 from dta_compile.capture.flash_attention import copy_of
 from dta_compile.errors import RefusalError
 from dta_compile.integrations.keywords import refuse_unknown
+from dta_compile.integrations.models.known_source import is_known
 from dta_compile.integrations.tracing import in_our_graphs
 from dta_compile.ops.causal_attention import segments_by_ends
 from dta_compile.ops.dtypes import autocast
@@ -250,9 +251,18 @@ METHODS = {
 }
 # Fused functions that transformers prefers; it calls the separate functions where these are None.
 FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
-# Prefixes of the names of modules. Code of model repositories is traced as it is: a name there promises nothing.
-TRANSFORMERS = "transformers.models."
-PACKAGES = (TRANSFORMERS, "fla.ops.", "mamba_ssm.ops.", "causal_conv1d.")
+# Prefixes of the names of modules. A name promises nothing in code of model repositories, but a copy does.
+TRANSFORMERS, REPOSITORIES = "transformers.models.", "transformers_modules."
+PACKAGES = (TRANSFORMERS, REPOSITORIES, "fla.ops.", "mamba_ssm.ops.", "causal_conv1d.")
+# Sources of transformers' functions, of which model repositories hold copies: helpers that they call, and `is_known`.
+SOURCES: dict[str, tuple[tuple[str, ...], str]] = {
+    "causal_conv1d_fn": ((), "477b7ef08f61dbd7"),
+    "chunk_kimi_delta_attention": (("l2norm",), "c9aeba3911244dd1"),
+    "mamba2_chunk_scan": (("pad_tensor_by_size", "segment_sum"), "b2c0a466a354947a"),
+    "mamba_selective_scan": ((), "7741d95862eac581"),
+    "torch_chunk_gated_delta_rule": (("l2norm",), "450ebb44457038d3"),
+    "_rnn_scan": ((), "d1d4609c8cbb6c1b"),
+}
 
 _known: set[Callable[..., Any]] = set()
 
@@ -262,11 +272,11 @@ def _substitute_functions(module: types.ModuleType) -> None:
     for name, original in list(vars(module).items()):
         is_fused = name in FUSED and module.__name__.startswith(TRANSFORMERS)
         if isinstance(original, type) and original.__module__ == module.__name__:
-            _substitute_methods(original)
+            _substitute_methods(module, original)
         if name not in DEFINITIONS and not is_fused:
             continue
         is_own = isinstance(original, types.FunctionType) and original.__module__ == module.__name__
-        if is_own and original not in _known:
+        if is_own and original not in _known and _keeps_its_name(module, name):
             _known.add(original)
             own = copy_of(original)
             vars(own).update(vars(original))  # may hold a mark that Dynamo is not to trace it
@@ -274,10 +284,19 @@ def _substitute_functions(module: types.ModuleType) -> None:
             torch.compiler.substitute_in_graph(original, skip_signature_check=True)(in_our_graphs(ours, own))
 
 
-def _substitute_methods(layer: type) -> None:
+def _keeps_its_name(module: types.ModuleType, path: str) -> bool:
+    """Return whether a function computes what its name promises: its package says so, or its source."""
+    if not module.__name__.startswith(REPOSITORIES):
+        return True
+    helpers, known = SOURCES.get(path.rpartition(".")[2], ((), ""))
+    return is_known(module, [path, *helpers], known)
+
+
+def _substitute_methods(module: types.ModuleType, layer: type) -> None:
     for name in METHODS.keys() & vars(layer).keys():
         own = vars(layer)[name]
-        if isinstance(own, types.FunctionType) and own not in _known:
+        is_new = isinstance(own, types.FunctionType) and own not in _known
+        if is_new and _keeps_its_name(module, f"{layer.__name__}.{name}"):
             substitute = in_our_graphs(_definition_of(own, own, METHODS[name]), own)
             _known.add(substitute)
             setattr(layer, name, substitute)

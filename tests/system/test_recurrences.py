@@ -16,7 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dta_compile
+from dta_compile.capture.recurrences import SOURCES
 from dta_compile.errors import RefusalError, RuntimeContractError
+from dta_compile.integrations.models.known_source import is_known
 from dta_compile.options import Options
 from dta_compile.plan.schedule import Schedule
 from dta_compile.plan.verify import verify
@@ -644,6 +646,16 @@ def test_a_function_of_a_model_repository_is_known_by_no_name(tmp_path, monkeypa
     model, ids = Remote(), shared_ids()
     compiled = torch.compile(model, backend="dta", options={"codegen": "eager"})
     torch.testing.assert_close(compiled(ids), model(ids), rtol=1e-9, atol=1e-9)
+
+
+def test_copies_of_functions_of_transformers_in_model_repositories_are_known():
+    """Other versions of transformers may have other sources: then add theirs."""
+    for name, model in {"torch_chunk_gated_delta_rule": "qwen3_next", "mamba2_chunk_scan": "mamba2"}.items():
+        module, (helpers, known) = (
+            importlib.import_module(f"transformers.models.{model}.modeling_{model}"),
+            SOURCES[name],
+        )
+        assert is_known(module, [name, *helpers], known)
 
 
 def test_a_recurrence_written_with_cumprod():

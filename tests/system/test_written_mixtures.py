@@ -481,7 +481,7 @@ class OneMore(Mixture):
 
     def mix(self, x, weights, chosen):
         out, chosen = torch.zeros_like(x), chosen + 1
-        for number, count in enumerate(torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()):
+        for number, _ in enumerate(torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()):
             rows, slot = torch.where(chosen == number)
             out.index_add_(0, rows, self.experts[number - 1](x[rows]) * weights[rows, slot, None])
         return out

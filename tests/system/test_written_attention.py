@@ -1286,12 +1286,39 @@ def shifted_by_query_to_the_filler(model, q, k, v, pairs):
     return (scores.masked_fill(later, -1e4).softmax(-1) @ v).transpose(1, 2)
 
 
+def by_exponentials_times_a_number(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    powers = causal_scores(q, k).exp() * (model.bias[0, 0, 0, 0] + 2)
+    return (powers / powers.sum(-1, keepdim=True) @ v).transpose(1, 2)
+
+
+def by_exponentials_times_a_number_beside_one(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    powers = causal_scores(q, k).exp()
+    powers = powers * torch.full_like(powers, 2.0)
+    return (powers / (1 + powers.sum(-1, keepdim=True)) @ v).transpose(1, 2)
+
+
+def bounded_and_scaled_by_head(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    return (causal((q @ k.mT * 4e4).clamp(min=-1e4) / (1e4 * model.scale[:, None, None])) @ v).transpose(1, 2)
+
+
+def bounded_and_added(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    return (causal((q @ k.mT + (q @ v.mT * 4e4).clamp(min=-1e4)) * 1e-4) @ v).transpose(1, 2)
+
+
 @pytest.mark.parametrize(
     ("way", "words"),
     [
         (of_weights_as_truth, "of the weights that a softmax gives|does not take apart"),
         (of_a_sum_of_weights_as_integers, "another function of products|does not take apart"),
         (shifted_by_query_to_the_filler, "a bias by query of scores that -10000 then hides"),
+        (by_exponentials_times_a_number, "of the weights that a softmax gives"),
+        (by_exponentials_times_a_number_beside_one, "of the weights that a softmax gives"),
+        (bounded_and_scaled_by_head, "capped or masked already"),
+        (bounded_and_added, "capped or masked already"),
     ],
 )
 def test_what_changes_weights_that_are_not_hidden_is_refused(way, words):

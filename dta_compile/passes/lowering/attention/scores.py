@@ -130,7 +130,7 @@ class Scores:
         elif target is aten.neg.default:
             self._multiply(-1.0)
         elif target is aten.tanh.default:
-            if self.cap is not None or self.masks or self.sinks is not None or self.shift:
+            if self.is_changed:
                 raise Mismatch("a tanh of scores that are capped or masked already")
             self.cap = 1.0
         elif target in PRODUCTS | QUOTIENTS:
@@ -206,7 +206,8 @@ class Scores:
     @property
     def is_changed(self) -> bool:
         """Return whether the scores are more than a scaled product."""
-        return self.cap is not None or bool(self.masks) or self.sinks is not None or self.shift != 0
+        is_bounded = self.filler > -math.inf
+        return self.cap is not None or bool(self.masks) or self.sinks is not None or self.shift != 0 or is_bounded
 
     def _join_features(self, other: Scores, node: fx.Node) -> None:
         """Add the scores of other features, or subtract them."""

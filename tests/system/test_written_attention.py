@@ -196,8 +196,16 @@ def by_gates_in_more_digits(model, q, k, v, pairs):  # the Forgetting Transforme
     return ((q @ k.mT * 0.5 + far).softmax(-1).to(v.dtype) @ v).transpose(1, 2).double()
 
 
+def by_rounded_gates(model, q, k, v, pairs):
+    forgotten = -1000 - F.softplus(gates(model, k)).cumsum(-1)
+    q, k, v = by_heads(*(t.to(model.dtype) for t in (q, k, v)))
+    later = torch.full((q.shape[2], q.shape[2]), -torch.inf, dtype=model.dtype).triu(1)
+    bias = (forgotten[..., None] - forgotten[:, :, None]).to(model.dtype) + later
+    return ((q @ k.mT * 0.5 + bias).softmax(-1) @ v).transpose(1, 2).double()
+
+
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("way", [by_key_in_more_digits, by_gates_in_more_digits])
+@pytest.mark.parametrize("way", [by_key_in_more_digits, by_gates_in_more_digits, by_rounded_gates])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_bias_of_keys_is_not_rounded_to_their_digits(way, dtype):
     torch._dynamo.reset()
@@ -373,6 +381,25 @@ def test_biases_by_distance():
     """`-slope * (q - k)` does to a softmax what `slope * k` does."""
     ways = by_distance, by_clamped_distance, by_distance_in_a_mask, by_learned_slopes, by_detached_slopes
     assert_equals_eager(WrittenLM(*ways), shared_ids(5, 9))
+
+
+def by_terms_in_fewer_digits(model, q, k, v, pairs):
+    (q, k, v), distance = by_heads(q, k, v), steps(q.shape[1])
+    small = (100 - 20 * distance).clamp(0, 100).to(torch.int8)
+    near = (0.3 * model.scale.detach()[:, None, None] * distance.clamp(0, 7)).to(torch.bfloat16)
+    return (causal((q @ k.mT - distance + small + near + small) / 3) @ v).transpose(1, 2)
+
+
+def by_terms_of_a_mask(model, q, k, v, pairs):
+    (q, k, v), distance = by_heads(q, k, v), steps(q.shape[1])
+    later = torch.full(distance.shape, -torch.inf, dtype=q.dtype).triu(1)
+    small, near = distance.clamp(0, 200).to(torch.uint8), (0.3 * distance.clamp(0, 7)).to(torch.bfloat16)
+    bias = later - small + near + model.scale[:, None, None] * (1 + distance.clamp(0)).log()
+    return F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2)
+
+
+def test_terms_of_a_bias_are_added_in_the_dtype_of_the_sum():
+    assert_equals_eager(WrittenLM(by_terms_in_fewer_digits, by_terms_of_a_mask), shared_ids(4, 9))
 
 
 def gates(model, k):

@@ -27,6 +27,7 @@ from torch import fx
 from dta_compile.passes.graphs.arguments import dim_of, sum_of, where_of
 from dta_compile.passes.graphs.nodes import call
 from dta_compile.passes.graphs.operators import CASTS, DIFFERENCES, PRODUCTS, QUOTIENTS, SUMS, aten
+from dta_compile.passes.lowering.attention.distances import cast
 from dta_compile.passes.lowering.attention.factors import (
     MOVES,
     Arranged,
@@ -195,11 +196,8 @@ class Scores:
         if (path := self.path_to(other)) is not None:
             self._join_features(Scores.along(path, self.path_to), node)
             return
-        if other.meta["val"].dtype is torch.bool:  # zeros and ones, no mask
-            other = call(node.graph, aten._to_copy.default, other, dtype=node.meta["val"].dtype)
+        other = cast(other, node.meta["val"].dtype)  # else sums of masks would round, or small integers wrap
         if node.target in DIFFERENCES:
-            if not other.meta["val"].is_floating_point():  # small integers wrap
-                other = call(node.graph, aten._to_copy.default, other, dtype=torch.int64)
             other = call(node.graph, aten.neg.default, other)
         (self.masks if self.sinks is None else self.constant).append(self.beside(other, node))
 

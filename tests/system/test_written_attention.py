@@ -213,8 +213,16 @@ def by_gates_in_more_digits(model, q, k, v, pairs):  # the Forgetting Transforme
     return ((q @ k.mT * 0.5 + far).softmax(-1).to(v.dtype) @ v).transpose(1, 2).double()
 
 
+def by_rounded_gates(model, q, k, v, pairs):
+    forgotten = -1000 - F.softplus(gates(model, k)).cumsum(-1)
+    q, k, v = by_heads(*(t.to(model.dtype) for t in (q, k, v)))
+    later = torch.full((q.shape[2], q.shape[2]), -torch.inf, dtype=model.dtype).triu(1)
+    bias = (forgotten[..., None] - forgotten[:, :, None]).to(model.dtype) + later
+    return ((q @ k.mT * 0.5 + bias).softmax(-1) @ v).transpose(1, 2).double()
+
+
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("way", [by_key_in_more_digits, by_gates_in_more_digits])
+@pytest.mark.parametrize("way", [by_key_in_more_digits, by_gates_in_more_digits, by_rounded_gates])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_bias_of_keys_is_not_rounded_to_their_digits(way, dtype):
     torch._dynamo.reset()
@@ -390,6 +398,25 @@ def test_biases_by_distance():
     """`-slope * (q - k)` does to a softmax what `slope * k` does."""
     ways = by_distance, by_clamped_distance, by_distance_in_a_mask, by_learned_slopes, by_detached_slopes
     assert_equals_eager(WrittenLM(*ways), shared_ids(5, 9))
+
+
+def by_terms_in_fewer_digits(model, q, k, v, pairs):
+    (q, k, v), distance = by_heads(q, k, v), steps(q.shape[1])
+    small = (100 - 20 * distance).clamp(0, 100).to(torch.int8)
+    near = (0.3 * model.scale.detach()[:, None, None] * distance.clamp(0, 7)).to(torch.bfloat16)
+    return (causal((q @ k.mT - distance + small + near + small) / 3) @ v).transpose(1, 2)
+
+
+def by_terms_of_a_mask(model, q, k, v, pairs):
+    (q, k, v), distance = by_heads(q, k, v), steps(q.shape[1])
+    later = torch.full(distance.shape, -torch.inf, dtype=q.dtype).triu(1)
+    small, near = distance.clamp(0, 200).to(torch.uint8), (0.3 * distance.clamp(0, 7)).to(torch.bfloat16)
+    bias = later - small + near + model.scale[:, None, None] * (1 + distance.clamp(0)).log()
+    return F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2)
+
+
+def test_terms_of_a_bias_are_added_in_the_dtype_of_the_sum():
+    assert_equals_eager(WrittenLM(by_terms_in_fewer_digits, by_terms_of_a_mask), shared_ids(4, 9))
 
 
 def gates(model, k):
@@ -1303,12 +1330,39 @@ def shifted_by_query_to_the_filler(model, q, k, v, pairs):
     return (scores.masked_fill(later, -1e4).softmax(-1) @ v).transpose(1, 2)
 
 
+def by_exponentials_times_a_number(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    powers = causal_scores(q, k).exp() * (model.bias[0, 0, 0, 0] + 2)
+    return (powers / powers.sum(-1, keepdim=True) @ v).transpose(1, 2)
+
+
+def by_exponentials_times_a_number_beside_one(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    powers = causal_scores(q, k).exp()
+    powers = powers * torch.full_like(powers, 2.0)
+    return (powers / (1 + powers.sum(-1, keepdim=True)) @ v).transpose(1, 2)
+
+
+def bounded_and_scaled_by_head(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    return (causal((q @ k.mT * 4e4).clamp(min=-1e4) / (1e4 * model.scale[:, None, None])) @ v).transpose(1, 2)
+
+
+def bounded_and_added(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    return (causal((q @ k.mT + (q @ v.mT * 4e4).clamp(min=-1e4)) * 1e-4) @ v).transpose(1, 2)
+
+
 @pytest.mark.parametrize(
     ("way", "words"),
     [
         (of_weights_as_truth, "of the weights that a softmax gives|does not take apart"),
         (of_a_sum_of_weights_as_integers, "another function of products|does not take apart"),
         (shifted_by_query_to_the_filler, "a bias by query of scores that -10000 then hides"),
+        (by_exponentials_times_a_number, "of the weights that a softmax gives"),
+        (by_exponentials_times_a_number_beside_one, "of the weights that a softmax gives"),
+        (bounded_and_scaled_by_head, "capped or masked already"),
+        (bounded_and_added, "capped or masked already"),
     ],
 )
 def test_what_changes_weights_that_are_not_hidden_is_refused(way, words):

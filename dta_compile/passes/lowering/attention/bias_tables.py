@@ -39,6 +39,13 @@ def by_depth(node: fx.Node, weights: Collection[fx.Node]) -> fx.Node:
     return node if _is_learned(node, weights) else call(node.graph, BY_DEPTH, node)
 
 
+def terms(left: fx.Node, right: fx.Node, weights: Collection[fx.Node]) -> tuple[fx.Node, fx.Node]:
+    """Return two tables to be added, with one of data marked beside a learned one; a sum of data is marked itself."""
+    if _is_learned(left, weights) is _is_learned(right, weights):
+        return left, right
+    return by_depth(left, weights), by_depth(right, weights)
+
+
 def _is_learned(node: fx.Node, weights: Collection[fx.Node]) -> bool:
     """Return whether a value depends on parameters, not only on their sizes."""
     return not ancestors([node], stop=lambda value: not has_tensor(value)).isdisjoint(weights)
@@ -90,10 +97,8 @@ class Tables(Distances):
         may_hide = any(map(is_float, tested)) or (tested and not self._differs_by_head(node, labels))
         return None if may_hide and not self._learned(node) else self._of_key_0(node, labels)  # else see `split`
 
-    def _combined(self, node: fx.Node, left: Slope, right: Slope) -> Slope | None:
-        if isinstance(left, fx.Node) and isinstance(right, fx.Node):
-            left, right = (by_depth(table, self.weights) for table in (left, right))
-        return super()._combined(node, left, right)
+    def _terms(self, left: fx.Node, right: Slope) -> tuple[fx.Node, Slope]:
+        return terms(left, right, self.weights) if isinstance(right, fx.Node) else (left, right)
 
     def _moved(self, node: fx.Node, slope: Slope, labels: Labels) -> Slope | None:
         if not isinstance(slope, fx.Node):

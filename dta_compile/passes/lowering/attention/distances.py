@@ -92,8 +92,7 @@ class Distances:
         if parts == [None, None]:
             return None
         (left, slope), (right, further) = (part or (arg, 0.0) for part, arg in zip(parts, (first, second), strict=True))
-        dtype = node.meta["val"].dtype  # bool is no number, and small integers have no sign
-        left, right = (None if rest is None else cast(rest, dtype) for rest in (left, right))
+        left, right = (None if rest is None else _promoted(rest, node) for rest in (left, right))
         if right is None:
             rest = left
         elif left is None:
@@ -161,6 +160,7 @@ class Distances:
             return None  # a number known only at the call
         factor = number if number is not None else cast(self._raised(by, node), node.meta["val"].dtype)
         if isinstance(slope, fx.Node):
+            slope = _promoted(slope, node)
             target = aten.div if node.target in QUOTIENTS else aten.mul
             return call(self.graph, target.Tensor if isinstance(factor, fx.Node) else target.Scalar, slope, factor)
         if node.target in QUOTIENTS:
@@ -169,6 +169,7 @@ class Distances:
 
     def _combined(self, node: fx.Node, left: Slope, right: Slope) -> Slope:
         """Return the slope of a sum, or of a difference if the node is one."""
+        left, right = (_promoted(slope, node) if isinstance(slope, fx.Node) else slope for slope in (left, right))
         if node.target in DIFFERENCES:
             right = call(self.graph, aten.neg.default, right) if isinstance(right, fx.Node) else -right
         left, right = self._raised(left, node), self._raised(right, node)
@@ -177,7 +178,11 @@ class Distances:
         if not isinstance(left, fx.Node):
             return left + right
         target = aten.add.Tensor if isinstance(right, fx.Node) else aten.add.Scalar
-        return left if right == 0 else call(self.graph, target, left, right)
+        return left if right == 0 else call(self.graph, target, *self._terms(left, right))
+
+    def _terms(self, left: fx.Node, right: Slope) -> tuple[fx.Node, Slope]:
+        """Return the operands of a sum of slopes."""
+        return left, right
 
     def _raised(self, slope: Slope, node: fx.Node) -> Slope:
         """Prepend dimensions of size 1 up to the rank of a node that the value of `slope` is broadcast to."""
@@ -263,6 +268,11 @@ class Distances:
             return None
         cut = (low == 0 and is_negative) or (high == 0 and not is_negative)
         return _scaled(value, 0) if cut else value
+
+
+def _promoted(value: fx.Node, result: fx.Node) -> fx.Node:
+    """Cast an operand as its operator does: bool is no number, small integers have no sign, 16 bits round."""
+    return cast(value, torch.promote_types(value.meta["val"].dtype, result.meta["val"].dtype))
 
 
 def bounds_of(node: fx.Node) -> tuple[Any, Any]:

@@ -22,7 +22,7 @@ from dta_compile.ops.attention import BIAS, CALLS, SINKS, TABLE, TOKEN_SINKS, Ma
 from dta_compile.ops.scoring import Scoring
 from dta_compile.passes.graphs.nodes import call, column, constructed, may_have_gradient
 from dta_compile.passes.graphs.operators import aten
-from dta_compile.passes.lowering.attention.bias_tables import Known, Tables, by_depth
+from dta_compile.passes.lowering.attention.bias_tables import Known, Tables, by_depth, terms
 from dta_compile.passes.lowering.attention.dimensions import Attention
 from dta_compile.passes.lowering.attention.distances import EARLIER_KEYS, Distances, cast, labels_of, positions
 from dta_compile.passes.lowering.attention.factors import (
@@ -240,8 +240,10 @@ class Rewrite:
         if any(isinstance(table, Arranged) and any(map(table.has, self.attention.batch)) for table in tables):
             raise Mismatch("a bias by distance that differs between sequences")
         nodes = [self._column(table, self.attention.token) for table in tables if isinstance(table, Arranged)]
-        marked = [by_depth(node, self.weights) for node in nodes]
-        return functools.reduce(functools.partial(self.call, aten.add.Tensor), marked)
+        total = functools.reduce(
+            lambda left, right: self.call(aten.add.Tensor, *terms(left, right, self.weights)), nodes
+        )
+        return by_depth(total, self.weights)
 
     def _of_distance(self, ones: fx.Node, slopes: Sequence[Arranged | float]) -> tuple[list[fx.Node], list[fx.Node]]:
         """Return the features `[-slope * q, slope]` of the query and `[1, k]` of the key; `ones` are `[B, H, S, 1]`.

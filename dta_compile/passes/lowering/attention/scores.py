@@ -27,6 +27,7 @@ from torch import fx
 from dta_compile.passes.graphs.arguments import dim_of, sum_of, where_of
 from dta_compile.passes.graphs.nodes import call
 from dta_compile.passes.graphs.operators import CASTS, DIFFERENCES, PRODUCTS, QUOTIENTS, SUMS, aten
+from dta_compile.passes.lowering.attention.distances import cast
 from dta_compile.passes.lowering.attention.factors import (
     MOVES,
     Arranged,
@@ -130,7 +131,7 @@ class Scores:
         elif target is aten.neg.default:
             self._multiply(-1.0)
         elif target is aten.tanh.default:
-            if self.cap is not None or self.masks or self.sinks is not None or self.shift:
+            if self.is_changed:
                 raise Mismatch("a tanh of scores that are capped or masked already")
             self.cap = 1.0
         elif target in PRODUCTS | QUOTIENTS:
@@ -195,18 +196,16 @@ class Scores:
         if (path := self.path_to(other)) is not None:
             self._join_features(Scores.along(path, self.path_to), node)
             return
-        if other.meta["val"].dtype is torch.bool:  # zeros and ones, no mask
-            other = call(node.graph, aten._to_copy.default, other, dtype=node.meta["val"].dtype)
+        other = cast(other, node.meta["val"].dtype)  # else sums of masks would round, or small integers wrap
         if node.target in DIFFERENCES:
-            if not other.meta["val"].is_floating_point():  # small integers wrap
-                other = call(node.graph, aten._to_copy.default, other, dtype=torch.int64)
             other = call(node.graph, aten.neg.default, other)
         (self.masks if self.sinks is None else self.constant).append(self.beside(other, node))
 
     @property
     def is_changed(self) -> bool:
         """Return whether the scores are more than a scaled product."""
-        return self.cap is not None or bool(self.masks) or self.sinks is not None or self.shift != 0
+        is_bounded = self.filler > -math.inf
+        return self.cap is not None or bool(self.masks) or self.sinks is not None or self.shift != 0 or is_bounded
 
     def _join_features(self, other: Scores, node: fx.Node) -> None:
         """Add the scores of other features, or subtract them."""

@@ -3,7 +3,8 @@
     exp(x) / exp(x).sum(dim, keepdim=True)                softmax(x, dim); x may be `scores - scores.amax(...)`
     exp(x - x.logsumexp(dim, keepdim=True))               the same
     exp(x.log_softmax(dim))                               the same
-    y = exp(x) * mask; y / y.sum(dim, keepdim=True)       softmax(x where the mask is not zero, else -inf) * mask
+    y = exp(x) * mask; y / y.sum(dim, keepdim=True)       softmax(x where the mask is not zero, else -inf),
+                                                          zero where the mask is not one
     exp(x) / (1 + exp(x).sum(dim, keepdim=True))          softmax(x beside a zero, dim) without it; of c, log(c)
     exp(x - m) / (exp(-m) + exp(x - m).sum(...))          the same
     pad(x, (1, 0))                                        cat of zeros and x
@@ -82,7 +83,9 @@ def _of_quotient(node: fx.Node, are_scores: Callable[[fx.Node], bool], weights: 
         scores = call(graph, aten.cat.default, [column(scores, beside, dim), scores], dim)
     weights = call(graph, aten._softmax.default, scores, dim, False)
     weights = call(graph, aten.slice.Tensor, weights, dim, 1) if beside is not None else weights
-    return weights if factor is None else call(graph, aten.mul.Tensor, weights, factor)
+    if factor is None:
+        return weights
+    return call(graph, aten.masked_fill.Scalar, weights, call(graph, aten.ne.Scalar, factor, 1), 0)
 
 
 def _beside(scores: fx.Node, added: Any, weights: set[fx.Node]) -> tuple[fx.Node, float | None]:

@@ -16,7 +16,7 @@ from torch import fx
 from dta_compile.passes.axes.shape_rules import Labels, labels_in
 from dta_compile.passes.graphs.arguments import sum_of, where_of
 from dta_compile.passes.graphs.nodes import call, is_float
-from dta_compile.passes.graphs.operators import RESHAPES, aten
+from dta_compile.passes.graphs.operators import CASTS, RESHAPES, aten
 from dta_compile.passes.lowering.attention.distances import Distances, Slope, hides
 from dta_compile.passes.lowering.attention.factors import number_of
 from dta_compile.passes.program import ancestors, has_tensor
@@ -44,6 +44,20 @@ class TokenBiases(Distances):
         super().__init__(graph, dtype, exact)
         self.weights, self.of, self.other = weights, of, "k" if of == "q" else "q"
 
+    def split(self, node: fx.Node, labels: Labels) -> tuple[fx.Node | None, Slope] | None:
+        """Split a bias as `Distances` does, but leave the parts of a difference that is rounded as precise as they are.
+
+        Both may be large where their difference is small, far from the first token.
+        """
+        if node.target in CASTS and is_float(node):
+            parts = self.split(node.args[0], labels)
+            if parts is None or (parts[0] is not None and not self._is_data(parts[0])):
+                return parts
+        return super().split(node, labels)
+
+    def _is_data(self, node: fx.Node) -> bool:
+        return ancestors([node], stop=lambda value: not has_tensor(value)).isdisjoint(self.weights)
+
     def _slope(self, node: fx.Node, labels: Labels) -> Slope | None:
         if self.of in labels:
             return super()._slope(node, labels) if "k" in labels else self._own(node, labels)
@@ -61,7 +75,7 @@ class TokenBiases(Distances):
         selected, added = where_of(node), sum_of(node)
         parts = selected[1:] if selected else added[:2] if added else ()
         if not parts:
-            return not ancestors([node], stop=lambda value: not has_tensor(value)).isdisjoint(self.weights)
+            return not self._is_data(node)
         values = [part for part in parts if number_of(part) is None]
         if not values or any(map(hides, parts)):
             return False

@@ -149,12 +149,11 @@ def number_of(value: Any) -> int | None:
     if not isinstance(value, fx.Node):
         return value if type(value) is int else None
     kept, source = value.meta.get("example_value"), value.args[0] if value.args else None
-    is_number = isinstance(kept, torch.Tensor) and kept.dtype in INTEGERS and _is_one(kept.shape)
-    if not is_number or is_written(value):
+    if not isinstance(kept, torch.Tensor) or kept.dtype not in INTEGERS or not _is_one(kept.shape):
         return None
-    if NUMBER in value.meta:
-        return int(value.meta[NUMBER])
-    return number_of(source) if name_of(value) in {"getitem", "detach", *AS_MANY} else None
+    is_same = name_of(value) in {"getitem", "detach", *AS_MANY}
+    number = value.meta.get(NUMBER, number_of(source) if is_same else None)
+    return None if number is None or is_written(value) else int(number)
 
 
 def known(condition: fx.Node) -> bool | None:

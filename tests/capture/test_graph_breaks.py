@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 import dta_compile
+from dta_compile.capture.graph_breaks import selections
 from dta_compile.errors import RefusalError
 from tests.support.tiny import SMALL_CHUNKS, BareLM, Block, TinyLM, after, assert_same, shared_ids, weighted
 
@@ -248,3 +249,11 @@ def test_the_gradient_of_a_returned_value_is_its_own():
         weighted(logits).backward()
         grads.append(x.grad)
     assert_same(*grads)
+
+
+def test_operators_of_torch_stay_the_objects_that_they_are():
+    """Tables are by operator: who asks whether one without an overload may write replaces none of its overloads."""
+    graph, index = torch.fx.Graph(), torch.ops.aten.index.Tensor
+    x = graph.placeholder("x")
+    assert selections.written_by(graph.call_function(torch.ops.aten.index, (x, [x]))) == [None]
+    assert torch.ops.aten.index.Tensor is index

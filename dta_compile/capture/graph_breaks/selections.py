@@ -336,7 +336,8 @@ def _is_reshaped(node: fx.Node) -> bool:
 def written_by(node: fx.Node) -> list[fx.Node | None]:
     """Return the values that a node writes to; None if it may be any."""
     target = node.target
-    overloads = map(target.__getattr__, target.overloads()) if isinstance(target, OpOverloadPacket) else ()
-    may_write = name_of(node) in ("batch_norm", "instance_norm") or any(map(is_mutable, overloads))
+    overloads = target.overloads() if isinstance(target, OpOverloadPacket) else ()
+    mutates = any(is_mutable(getattr(target, name)) for name in overloads)
+    may_write = mutates or name_of(node) in ("batch_norm", "instance_norm")
     is_opaque = node.op == "call_module" or isinstance(target, HigherOrderOperator)
     return [None] if is_opaque or may_write else [*program.written_by(node)]

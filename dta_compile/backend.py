@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from dta_compile import records
-from dta_compile.capture import dense_calls, dynamo
+from dta_compile.capture import dense_calls
+from dta_compile.capture.dynamo import preparations, restarts, sizes
 from dta_compile.capture.flash_attention import with_our_attention
 from dta_compile.capture.flex_attention import without_flex_attention
 from dta_compile.capture.graph_breaks import patches
@@ -64,6 +65,7 @@ DENSE_LAYER = (
 
 BUG = "a check of the compiler on itself failed, which is a bug of dta_compile"
 
+preparations.install()
 patches.avoid()
 encoder_calls.stand_in()
 encoder_modules.stand_in()
@@ -198,12 +200,12 @@ def _compiled(graph: Captured, options: Options) -> tuple[Executable, fx.GraphMo
         raise
     except (RefusalError, GraphWithoutAttention):
         if selects_rows(graph.module.graph if program is None or program.module is None else program.graph):
-            dynamo.trace_again_without_selections()  # then Dynamo breaks the graph there, as for any other backend
+            restarts.trace_again_without_selections()  # then Dynamo breaks the graph there, as for any other backend
         raise
     except AmbiguousAxes as ambiguous:
         if graph.own_symbols and ambiguous.refusal is not None and ambiguous.length is not None:
             return _for_one_length(graph, module, options, ambiguous.refusal, ambiguous.length), module
-        dynamo.trace_again_without_duck_shapes(already=graph.own_symbols)
+        sizes.trace_again_without_duck_shapes(already=graph.own_symbols)
 
 
 def _for_one_length(

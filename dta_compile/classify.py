@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.capture import dynamo
+from dta_compile.capture.dynamo import breaks, recompile_limit, restarts, running, sizes
 from dta_compile.capture.flash_attention import IN_GRAPH
 from dta_compile.capture.media.encoder_calls import encode
 from dta_compile.capture.media.encoder_cut import EncoderCalls, without_encoder_calls
@@ -96,31 +96,31 @@ def classify(module: fx.GraphModule) -> Captured:
     The backend calls this for every graph while Dynamo waits for the result. Tracing again is an exception that passes
     through here to Dynamo, which then calls the backend with the next trace.
     """
-    own_symbols = dynamo.restore_duck_shapes()
-    dynamo.trace_again_if_a_leaf_is_returned(module.graph)
+    own_symbols = sizes.restore_duck_shapes()
+    restarts.trace_again_if_a_leaf_is_returned(module.graph)
     has_attention = any(captured_mixer_calls(module))
     facts = Captured(
-        module, Kind.TREE, _is_training(module), has_attention, own_symbols, graph_break=dynamo.graph_break(module)
+        module, Kind.TREE, _is_training(module), has_attention, own_symbols, graph_break=breaks.graph_break(module)
     )
     if not has_attention:
         refusal = written_out_attention(module)
         facts = dataclasses.replace(facts, has_attention=refusal is not None, refusal=refusal)
     graph = _for_the_tree(facts) if facts.has_attention else _without_attention(facts)
     if _selects_in_vain(graph):
-        dynamo.trace_again_without_selections()
+        restarts.trace_again_without_selections()
     return graph
 
 
 def _without_attention(graph: Captured) -> Captured:
     if not (graph.training and trains_parameters(graph.module)):
         return dataclasses.replace(graph, kind=Kind.PLAIN)
-    is_part = graph.graph_break or dynamo.resumes_after_a_break() or dynamo.given_up()
+    is_part = graph.graph_break or breaks.resumes_after_a_break() or breaks.given_up()
     return dataclasses.replace(graph, kind=Kind.PLAIN, note=NO_ATTENTION_HERE if is_part else NO_ATTENTION)
 
 
 def _for_the_tree(graph: Captured) -> Captured:
-    dynamo.trace_again_with_symbolic_sizes(graph.module.graph)
-    dynamo.allow_one_more_graph()
+    sizes.trace_again_with_symbolic_sizes(graph.module.graph)
+    recompile_limit.allow_one_more_graph()
     if not graph.training and _generates(graph.module):
         return dataclasses.replace(graph, kind=Kind.PLAIN, note=GENERATION)
     try:
@@ -136,10 +136,10 @@ def _for_the_tree(graph: Captured) -> Captured:
                 module = part.module
     except RefusalError as refusal:
         return dataclasses.replace(graph, kind=Kind.REFUSED, refusal=refusal)
-    dynamo.unify_equal_sizes(module.graph if encoded else graph.module.graph)
+    sizes.unify_equal_sizes(module.graph if encoded else graph.module.graph)
     given = with_given_embeddings(module, *_mixing(module)) if graph.training else None
     if given and not graph.own_symbols:
-        dynamo.trace_again_without_duck_shapes(already=False)  # it may be a weight that is as wide as the batch is long
+        sizes.trace_again_without_duck_shapes(already=False)  # it may be a weight that is as wide as the batch is long
     return dataclasses.replace(graph, written=written, local=local, encoded=encoded, given=given)
 
 
@@ -202,7 +202,7 @@ def _generates(module: fx.GraphModule) -> bool:
         return True
     outputs = set(output_node(module.graph).all_input_nodes)
     returns = any(not outputs.isdisjoint(_sources(mixer, call)) for mixer, call in calls)
-    return returns and dynamo.is_given_a_cache()
+    return returns and running.is_given_a_cache()
 
 
 def _reads_cache(mixer: Mixer, call: fx.Node) -> bool:

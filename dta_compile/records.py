@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from dta_compile.capture import dynamo
+from dta_compile.capture.dynamo import breaks, recompile_limit, running, sizes
 from dta_compile.classify import Captured
 from dta_compile.errors import OptionError, RefusalError
 from dta_compile.plan import Plan
@@ -83,7 +83,7 @@ class Record:
         Training, scoring and generation together need fewer than `MANY_GRAPHS`.
         """
         if graph.graph_break is not None:
-            dynamo.last_break[:] = [graph.graph_break]
+            breaks.last_break[:] = [graph.graph_break]
         if not graph.has_attention:
             return
         self.graphs += 1
@@ -138,7 +138,7 @@ class _Users:
     abandoned: ClassVar[collections.deque[_Users]] = collections.deque()
 
     def __init__(self) -> None:
-        self.compilation = dynamo.compiling()
+        self.compilation = running.compiling()
         self.records: list[Record] = []
         self.alive: set[int] = set()
 
@@ -164,7 +164,7 @@ class _Users:
                 record.engines.clear()
                 record.plan = None
             if oldest.compilation is not None:
-                dynamo.forget(*oldest.compilation)
+                recompile_limit.forget(*oldest.compilation)
 
     def _is_wanted(self) -> None:
         with contextlib.suppress(ValueError):
@@ -213,12 +213,12 @@ def _of_wrapper(wrapper: Any | None) -> Record:
 
 def with_graph_break(error: RefusalError, module: fx.GraphModule) -> RefusalError:
     """Return an error that names the graph break as the cause if one cut the model in two; else the error itself."""
-    data = filter(dynamo.is_data, module.graph.find_nodes(op="placeholder"))
+    data = filter(sizes.is_data, module.graph.find_nodes(op="placeholder"))
     is_part = "requires a gradient" in error.got or any(node.meta["example_value"].requires_grad for node in data)
-    resumes, given_up = dynamo.resumes_after_a_break() or "___stack" in error.got, dynamo.given_up()
+    resumes, given_up = breaks.resumes_after_a_break() or "___stack" in error.got, breaks.given_up()
     if not resumes and not (is_part and given_up):
         return error
-    line = dynamo.last_break[-1] if resumes and dynamo.last_break else given_up if is_part else None
+    line = breaks.last_break[-1] if resumes and breaks.last_break else given_up if is_part else None
     reason = (line or "").lower()
     return RefusalError(
         "a graph break inside the model: what comes after it cannot run over the tree by itself",

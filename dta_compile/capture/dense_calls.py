@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dta_compile.capture import dynamo
+from dta_compile.capture.dynamo import breaks
 from dta_compile.torch_compat import as_wrapper, frames, wrap_once
 from dta_compile.torch_compat.autograd import peek_interpreter_stack
 from dta_compile.torch_compat.dynamo import (
@@ -46,7 +46,7 @@ def warn(has_graphs: Callable[[Any], bool]) -> None:
         except Unsupported as error:
             compiler = self.output.compiler_fn
             if frames.is_ours(compiler) and torch.is_grad_enabled():
-                cause, code = dynamo.cause(error), self.f_code
+                cause, code = breaks.cause(error), self.f_code
                 function = f"{code.co_name} at {code.co_filename}:{code.co_firstlineno}"
                 frames.call_when_left(functools.partial(_say_if_dense, compiler, has_graphs, function, cause))
             raise

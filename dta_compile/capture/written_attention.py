@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from dta_compile.capture.dynamo import is_data, is_weight
+from dta_compile.capture.dynamo.sizes import is_data, is_weight
 from dta_compile.errors import RefusalError
 from dta_compile.passes.graphs.source_lines import where
 from dta_compile.passes.program import name_of

@@ -4,7 +4,7 @@ Hidden are transformers' flags and hooks, and the hooks of `torch.distributed._c
 
 Trainers switch it off to generate and score, and on again to train. Dynamo's guards read its flags and hooks before any
 code of a graph runs, and would compile each setting separately. So a compiled callable hides both when it is entered,
-and restores them when it returns. `capture.dynamo` installs this.
+and restores them when it returns. `capture.dynamo.preparations` installs this.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Replace functions of other packages in graphs for this backend.
 
-The replacements are loaded with these packages, long before anything is compiled. `capture.dynamo` installs the
-answer here when it is loaded with the backend.
+The replacements are loaded with these packages, long before anything is compiled. `capture.dynamo.running` gives the
+answer when it is loaded with the backend.
 """
 
 from __future__ import annotations

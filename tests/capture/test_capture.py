@@ -16,7 +16,7 @@ from torch.fx.experimental import _config as symbolic_shape_config
 from torch.utils.checkpoint import checkpoint
 
 import dta_compile
-from dta_compile.capture import dynamo
+from dta_compile.capture.dynamo import sizes
 from dta_compile.errors import OptionError, RefusalError, VerificationError
 from tests.support.inside import inside
 from tests.support.tiny import (
@@ -489,7 +489,7 @@ def test_nothing_leaks_into_other_compilations(model, duck_shapes):
 
 def test_a_trace_that_fails_leaves_nothing_behind():
     with pytest.raises(RestartAnalysis):
-        dynamo.trace_again_without_duck_shapes(already=False)
+        sizes.trace_again_without_duck_shapes(already=False)
     assert not symbolic_shape_config.use_duck_shape
     torch.compile(lambda x: x.sin(), backend="eager")(torch.ones(2))
     assert symbolic_shape_config.use_duck_shape

@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 
 import dta_compile.backend  # noqa: F401  # has methods of models replaced
-from dta_compile.capture import dynamo
+from dta_compile.capture.dynamo import breaks, sizes
 from dta_compile.capture.media.encoder_calls import encode, token_positions
 from dta_compile.capture.media.encoder_cut import without_encoder_calls
 from dta_compile.errors import RefusalError
@@ -21,7 +21,7 @@ class Graphs(list):
     __module__ = "dta_compile.tests"  # of this package, so that Dynamo traces as for the tree
 
     def __call__(self, module, example_inputs):
-        dynamo.trace_again_with_symbolic_sizes(module.graph)
+        sizes.trace_again_with_symbolic_sizes(module.graph)
         self.append(module)
         return module
 
@@ -48,7 +48,7 @@ def test_models_are_one_graph(name):
         expected = model(**inputs(name, rows)).logits
         torch.testing.assert_close(compiled(**inputs(name, rows)).logits, expected, rtol=0, atol=1e-9)
     assert len(graphs) == len(graphs.calls(encode)) == 1
-    assert dynamo.graph_break(graphs[0]) is None
+    assert breaks.graph_break(graphs[0]) is None
     assert len(graphs.calls(token_positions)) == (name in PACKED)
     (call,) = graphs.calls(encode)
     assert all(level.requires_grad and level.dim() == 2 for level in call.meta["example_value"])

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from dta_compile.capture import dynamo
+from dta_compile.capture.dynamo import sizes
 from dta_compile.errors import DTAError
 from dta_compile.executable.masks import MaskProgram
 from dta_compile.passes.axes.layouts import mixer_calls
@@ -118,8 +118,8 @@ def calls(make_mask: Any, inputs: list[tuple[Any, ...]]) -> list[Traced]:
     errors: list[DTAError] = []
 
     def backend(module: Any, _: Any) -> Any:
-        dynamo.restore_duck_shapes()
-        dynamo.trace_again_with_symbolic_sizes(module.graph)
+        sizes.restore_duck_shapes()
+        sizes.trace_again_with_symbolic_sizes(module.graph)
         program = Program(module, training=False)
         try:
             lower(program)

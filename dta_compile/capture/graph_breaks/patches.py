@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dta_compile.attributes import attribute_set
-from dta_compile.capture import dynamo
+from dta_compile.capture.dynamo import restarts
 from dta_compile.capture.graph_breaks import hit_loops, selected_branches, selections
 from dta_compile.integrations.tracing import in_our_graphs
 from dta_compile.passes.program import name_of
@@ -129,7 +129,7 @@ def _tracing_requires_grad(method: Callable[..., Any], self: Any, tx: Any, requi
     """
     asked = requires_grad is True or (requires_grad is not False and requires_grad.as_python_constant())
     value = self.as_proxy().node.meta["example_value"]
-    if not asked or self.source or value.requires_grad or not dynamo.traces_requires_grad(tx.output):
+    if not asked or self.source or value.requires_grad or not restarts.traces_requires_grad(tx.output):
         return method(self, tx, requires_grad)
     before = get_inplace_requires_grad_allowed()
     set_inplace_requires_grad_allowed(True)
@@ -137,7 +137,7 @@ def _tracing_requires_grad(method: Callable[..., Any], self: Any, tx: Any, requi
         value.requires_grad_()
     finally:
         set_inplace_requires_grad_allowed(before)
-    self.requires_grad = self.as_proxy().node.meta[dynamo.ASKED] = True
+    self.requires_grad = self.as_proxy().node.meta[restarts.ASKED] = True
     return self
 
 
@@ -147,11 +147,11 @@ def _tracing_tolist(method: Callable[..., Any], self: Any, tx: Any) -> Any:
 
     The numbers of `bincount(experts, minlength=E)` are E if all are places along an axis of that size.
     """
-    if not dynamo.traces_selections(tx.output):
+    if not restarts.traces_selections(tx.output):
         return method(self, tx)
     node = self.as_proxy().node
     is_loop = self.ndim == 1 and tx.instructions[tx.instruction_pointer].opname == "GET_ITER"
-    iterates = is_loop and dynamo.takes_branches(tx.output)
+    iterates = is_loop and restarts.takes_branches(tx.output)
     if iterates and (iterator := hit_loops.hit_iterator(tx, self, as_integers=True)) is not None:
         return iterator
     least = node.kwargs.get("minlength") if name_of(node) == "bincount" else None
@@ -165,7 +165,7 @@ def _tracing_tolist(method: Callable[..., Any], self: Any, tx: Any) -> Any:
 @as_wrapper
 def _tracing_sizes(call: Callable[..., Any], self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """Trace `x.new_zeros(mask.sum(), n)`, which has a row for each selected token."""
-    if name != "new_zeros" or not dynamo.traces_selections(tx.output):
+    if name != "new_zeros" or not restarts.traces_selections(tx.output):
         return call(self, tx, name, args, kwargs)
     with _sizes_of_data(tx.output):
         return call(self, tx, name, args, kwargs)
@@ -183,7 +183,7 @@ def _tracing_item(method: Callable[..., Any], self: Any, tx: Any, *args: Any, **
     Dynamo keeps an assertion about a tensor in the captured graph. The self-check runs it; the tree does not, since
     no output depends on it.
     """
-    if not dynamo.traces_selections(tx.output):
+    if not restarts.traces_selections(tx.output):
         return method(self, tx, *args, **kwargs)
     if (number := hit_loops.known_index(self)) is not None:
         return ConstantVariable.create(number)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dta_compile.capture import dynamo
+from dta_compile.capture.dynamo import running, sizes
 from dta_compile.capture.graph_breaks import selections
 from dta_compile.passes.program import ancestors, name_of
 from dta_compile.torch_compat import frames
@@ -61,7 +61,7 @@ def asked(translator: Any, condition: fx.Node) -> Question | None:
     nodes = ancestors([condition])
     inputs = [node for node in nodes if node.op == "placeholder"]
     is_known = all(name_of(node) in KNOWN and not node.kwargs for node in nodes if node not in inputs)
-    if len(inputs) != 1 or not is_known or any(map(selections.is_written, nodes)) or not dynamo.is_data(inputs[0]):
+    if len(inputs) != 1 or not is_known or any(map(selections.is_written, nodes)) or not sizes.is_data(inputs[0]):
         return None
     argument = inputs[0].meta["grapharg"]
     is_ours = frames.is_ours(translator.output.compiler_fn)
@@ -73,5 +73,5 @@ def asked(translator: Any, condition: fx.Node) -> Question | None:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(copies[condition])
     ask = fx.GraphModule({}, graph)
-    with dynamo.outside_of_trace(), torch.no_grad():
+    with running.outside_of_trace(), torch.no_grad():
         return Question(bool(ask(argument.example)), ask, argument.source)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dta_compile.capture import dynamo
+from dta_compile.capture.dynamo import restarts
 from dta_compile.capture.graph_breaks import empty_selections, hit_loops, questions, selections
 from dta_compile.ops.library import is_random
 from dta_compile.passes.program import memory, name_of
@@ -84,9 +84,9 @@ def taking_branches(step: Callable[[Any], bool]) -> Callable[[Any], bool]:
             instruction, branches = self.instructions[self.instruction_pointer], self.__dict__.get("_dta_branches")
             while branches and branches[-1].end == _place(self, instruction):
                 if not _does_nothing_over_no_rows(self, branches.pop()):
-                    dynamo.trace_without_branches()
+                    restarts.trace_again_without(restarts.BRANCHES)
                 _open(self.output).pop()
-            if instruction.opname in STEPS and self.stack and dynamo.takes_branches(self.output):
+            if instruction.opname in STEPS and self.stack and restarts.takes_branches(self.output):
                 STEPS[instruction.opname](self, instruction)
             if instruction.opname in JUMPS and self.stack and isinstance(self.stack[-1], TensorVariable):
                 question = questions.asked(self, self.stack[-1].as_proxy().node)
@@ -101,7 +101,7 @@ def taking_branches(step: Callable[[Any], bool]) -> Callable[[Any], bool]:
 def refusing_open_branches(compile_subgraph: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap Dynamo's end of a graph: it must not be within a branch, which would then be taken whatever is selected."""
     if _open(self):
-        dynamo.trace_without_branches()
+        restarts.trace_again_without(restarts.BRANCHES)
     return compile_subgraph(self, *args, **kwargs)
 
 
@@ -110,7 +110,7 @@ def noting_mutations(mutation: Callable[..., None], self: Any, var: Any) -> None
     """Wrap what Dynamo calls where a list, a dictionary or the like changes, to note it for open branches."""
     for branch in _open(self.output_graph_weakref()):
         if id(var) in branch.known and not isinstance(var, hit_loops.HitIterator):
-            dynamo.trace_without_branches()
+            restarts.trace_again_without(restarts.BRANCHES)
     mutation(self, var)
 
 
@@ -132,7 +132,7 @@ def _at_jump(translator: Any, jump: Any) -> None:
         if question is not None and question.answer != is_true:
             return  # nothing is selected in this call: what the branch does then may not even be defined
         if any(branch.begin is jump for branch in translator.__dict__.get("_dta_branches", ())):
-            dynamo.trace_without_branches()  # a loop for as long as anything is selected: `while running.any()`
+            restarts.trace_again_without(restarts.BRANCHES)  # it is a loop, such as `while running.any()`
         following = translator.instructions[translator.instruction_pointer + 1]
         end = jump.target if JUMPS[jump.opname] != is_true else following
         _begin(translator, selection, condition, jump, end, translator.stack[:-1])
@@ -151,7 +151,7 @@ def _at_turn(translator: Any, instruction: Any) -> None:
     if isinstance(iterator, hit_loops.HitIterator) and iterator.index < len(iterator.items):
         selection = iterator.selection_of(iterator.index)
         if selection is None:
-            dynamo.trace_without_branches()
+            restarts.trace_again_without(restarts.BRANCHES)
         _begin(translator, selection, None, instruction, instruction, [*translator.stack])
 
 
@@ -166,7 +166,7 @@ def _at_with(translator: Any, instruction: Any) -> None:
 def _at_yield(translator: Any, _: Any) -> None:
     """Let no other function run within a branch of a generator."""
     if translator.__dict__.get("_dta_branches"):
-        dynamo.trace_without_branches()
+        restarts.trace_again_without(restarts.BRANCHES)
 
 
 STEPS: dict[str, Callable[[Any, Any], None]] = {

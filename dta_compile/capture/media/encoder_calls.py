@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 
-from dta_compile.capture.dynamo import examples, graph_being_traced, is_in_nested_graph, is_tracing, outside_of_trace
+from dta_compile.capture.dynamo.running import (
+    examples,
+    graph_being_traced,
+    is_in_nested_graph,
+    is_tracing,
+    outside_of_trace,
+)
 from dta_compile.errors import RefusalError
 from dta_compile.integrations.fully_shard_by_layer import FEATURES, gather_to_encode
 from dta_compile.integrations.tracing import traces_for_this_backend

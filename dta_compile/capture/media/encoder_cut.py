@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dta_compile.capture import dynamo
+from dta_compile.capture.dynamo import restarts
 from dta_compile.capture.flex_attention import eliminate_dead_code
 from dta_compile.capture.media.encoder_calls import check_counts, encode, token_positions
 from dta_compile.capture.media.feature_cut import Cut, unknown_use
@@ -141,7 +141,7 @@ def without_encoder_calls(module: fx.GraphModule) -> EncoderCalls | None:
         if selecting := [encoder for encoder in encoders if encoder.form.is_selected]:
             for encoder in selecting:
                 encoder.selects = False
-            dynamo.trace_again_with("all features that encoders return")
+            restarts.trace_again_with("all features that encoders return")
         raise
 
 

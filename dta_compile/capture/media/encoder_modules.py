@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dta_compile.capture.dynamo import is_in_nested_graph, modules_at_hand
+from dta_compile.capture.dynamo.running import is_in_nested_graph, modules_at_hand
 from dta_compile.capture.media.encoder_calls import constant, encode, guard_trained, handle_of, is_known
 from dta_compile.integrations.tracing import traces_for_this_backend
 from dta_compile.runtime.encoders.encoder import encoder_of

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from dta_compile.capture.dynamo import given_up, resumes_after_a_break
+from dta_compile.capture.dynamo.breaks import given_up, resumes_after_a_break
 from dta_compile.capture.flex_attention import eliminate_dead_code
 from dta_compile.capture.media.feature_cut import table_inputs
 from dta_compile.passes.program import ancestors

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dta_compile.capture.dynamo import is_data
+from dta_compile.capture.dynamo.sizes import is_data
 from dta_compile.passes.program import memory, name_of, writes_of
 from dta_compile.passes.symbols import hint
 

@@ -16,9 +16,9 @@ from dta_compile.capture.dynamo import restarts
 from dta_compile.capture.dynamo.breaks import note_given_up
 from dta_compile.capture.dynamo.running import modules_at_hand
 from dta_compile.capture.dynamo.sizes import mark_at_hand
+from dta_compile.capture.dynamo.skipped_functions import note_failure, note_trace
 from dta_compile.capture.regions.guards import add_guard, guards_of_global_hooks, guards_of_hooks
 from dta_compile.capture.regions.repeated_layers import traced_once
-from dta_compile.capture.skipped_functions import note_failure, note_trace
 from dta_compile.errors import OptionError
 from dta_compile.integrations.checkpoint_flags import CheckpointFlags
 from dta_compile.integrations.fully_shard import Sharded

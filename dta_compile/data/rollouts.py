@@ -236,7 +236,7 @@ def _relations(data: dict[str, NDArray[Any]]) -> Iterator[tuple[str, str, Any]]:
     yield "leaf_lcp", "0 for the first leaf, and less than the leaf before it has", (shared < np.maximum(before, 1))
     total = int((shared + own).sum()) + int(length.astype(np.float64).sum())
     yield "length", f"at most {MOST_TOKENS:,} tokens in all", 0 <= total <= MOST_TOKENS
-    yield "suffix_offsets", "a token at least for each leaf but the first", own[1:] > 0
+    yield "suffix_offsets", "a token at least for each of several leaves", own[len(own) < 2 :] > 0
     yield "leaf", f"one of {len(shared)} leaves", data["leaf"] < len(shared)
     yield "length", "at most the tokens of the sample's leaf", length <= (shared + own)[data["leaf"]]
     reached = np.zeros(len(shared), np.int64)

@@ -18,6 +18,7 @@ from dta_compile.plan.tree.lexicographic import common_run
 
 THINKING, REMOVED, INSERTED, REPLACED = "stripped thinking", "removed", "inserted", "replaced"
 TIMES, IDS, TOOLS, ORDER, WHITESPACE = "time stamps", "ids and numbers", "tool order", "order", "whitespace"
+ENCODED = "other tokens"
 
 ADVICE = {
     THINKING: "keep the thinking of earlier turns in the prompts of later ones, or train without thinking",
@@ -26,6 +27,7 @@ ADVICE = {
     TOOLS: "list tools, and the keys of each, always in one order (sort them)",
     ORDER: "put these parts always in one order",
     WHITESPACE: "strip or normalise white space where the prompt is made",
+    ENCODED: "the text is the same: keep the token ids of earlier turns instead of encoding their text again",
     REMOVED: "later prompts lack what earlier ones had: keep it, or cut it off at the end only",
     INSERTED: "later prompts have something put in: append it at the end instead",
     REPLACED: "something differs before what is the same: move it behind that",
@@ -48,12 +50,8 @@ _TIME = re.compile(
     | (?<=:\d\d)[+-]\d{{2}}:?\d{{2}}\b""",
     re.IGNORECASE | re.VERBOSE,
 )
-_UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
-# UUIDs, hexadecimal numbers, words with a digit, numbers, and words of mixed case such as random identifiers.
-_ID = re.compile(
-    rf"{_UUID}|\b0x[0-9a-fA-F]+\b|[A-Za-z0-9_\-]*\d[A-Za-z0-9_\-]*|\b(?=[A-Za-z]*[a-z][A-Z])[A-Za-z]{{8,}}\b",
-    re.IGNORECASE,
-)
+# Words with a digit, such as numbers and UUIDs, and words of mixed case, such as random identifiers.
+_ID = re.compile(r"(?<![A-Za-z0-9_\-])[A-Za-z_\-]*\d[A-Za-z0-9_\-]*|\b(?=[A-Za-z]*[a-z][A-Z])[A-Za-z]{8,}\b")
 _TOOLS = re.compile(r'<tools?>|"parameters"|"function"|"inputSchema"|"input_schema"|"properties"|"description"')
 _WORD_END, _WORD_BEGIN = re.compile(r"\S*\Z"), re.compile(r"\A\S*")
 _PARTS = re.compile(r"[^\s,;{}\[\]()]+")
@@ -79,6 +77,8 @@ class Difference(NamedTuple):
 def cause_of_text(text: Difference) -> str:
     """Classify a difference by what has to be ignored for both sides to be equal."""
     left, right = text.words()
+    if left == right:
+        return ENCODED
     if re.sub(r"\s+", "", left) == re.sub(r"\s+", "", right):
         return WHITESPACE
     times = _TIME.sub("<time>", left), _TIME.sub("<time>", right)

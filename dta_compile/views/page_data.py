@@ -196,7 +196,7 @@ def _outcomes(tree: PrefixTree, known: Known) -> dict[str, Column]:
         rewards = _counted("rewards", known.rewards, tree)
         try:
             columns["reward"] = np.array([float(reward) for reward in rewards], np.float64)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise PlanError("rewards are not numbers", expected="one for every sequence", got=str(error)) from error
         if not np.isfinite(columns["reward"]).all():
             first = int(np.argmin(np.isfinite(columns["reward"])))

@@ -123,6 +123,11 @@ DAMAGES = {
     "suffix_tokens: 10267 integers": lambda a: a.update(suffix_tokens=a["suffix_tokens"].astype(float)),
     "suffix_offsets: ascends": lambda a: a["suffix_offsets"].__setitem__(2, 1),
     "suffix_offsets: integers in": lambda a: a["suffix_offsets"].__setitem__(1, -1),
+    "suffix_offsets: a token at least": lambda a: (
+        a["suffix_offsets"].__setitem__(1, 0),
+        a["leaf_lcp"].__setitem__(1, 0),
+        a["length"].__setitem__(a["leaf"] == 0, 0),
+    ),
     "leaf_lcp: integers in": lambda a: a["leaf_lcp"].__setitem__(3, -1),
     "leaf_lcp: 0 for the first leaf": lambda a: a["leaf_lcp"].__setitem__(1, 2**40),
     "lexicographic": lambda a: a["suffix_tokens"].__setitem__(a["suffix_offsets"][1], 0),

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import time
 import uuid
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from dta_compile.cli import main
 from dta_compile.data import ReadOptions, Recorded, bundled, read
 from dta_compile.divergence import find_losses
-from dta_compile.divergence.causes import align
+from dta_compile.divergence.causes import Difference, align, cause_of_text
 from dta_compile.errors import PlanError
 from dta_compile.plan import plan
 from tests.support.chat import KEEPING, STRIPPING, say, tokenizer, write_lines
@@ -154,6 +155,25 @@ def test_token_ids_tell_causes_by_structure(left, right, cause):
     losses = find_losses([Recorded([*before, *left, *after]), Recorded([*before, *right, *after, 1])])
     assert [one.name for one in losses.causes] == [cause]
     assert losses.causes[0].gained == len(after) + len(right)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "cause"),
+    [
+        ("Cancelled", "Confirmed", "replaced"),
+        ("b0fY3 at 10", "Aq7Zx at 11", "ids and numbers"),
+        ("aBcDeFgHiJ", "xYzWvUtSrQ", "ids and numbers"),
+        ("the same", "the same", "other tokens"),
+    ],
+)
+def test_texts_tell_causes(left, right, cause):
+    assert cause_of_text(Difference("", left, right, "")) == cause
+
+
+def test_a_long_rule_is_classified_at_once():
+    started = time.perf_counter()
+    assert cause_of_text(Difference("", "-" * 20_000, "-" * 10_000 + "x", "")) == "replaced"
+    assert time.perf_counter() - started < 2
 
 
 @pytest.mark.parametrize("sequences", [[], [[]], [[1, 2, 3]], [[1], [1], [1]], [[], [5], []]])

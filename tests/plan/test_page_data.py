@@ -142,6 +142,7 @@ def test_tokens_have_the_role_of_the_message_that_they_are_of(page_of):
         ({"rewards": [1, 2]}, "rewards are not one for every sequence"),
         ({"rewards": [0, 0, float("nan"), 0, 0, 0]}, "sequence 2"),
         ({"rewards": [0, "many", 0, 0, 0, 0]}, "rewards are not numbers"),
+        ({"rewards": [0, 10**400, 0, 0, 0, 0]}, "rewards are not numbers"),
         ({"names": "abc"}, "6 of them"),
         ({"loss_masks": [[(0, 9)], (), (), (), (), ()]}, "0:4"),
         ({"loss_masks": [np.zeros(3, bool), (), (), (), (), ()]}, "4 booleans"),

@@ -7,15 +7,11 @@ import json
 from typing import Any
 
 import networkx
-import numpy as np
 from rich.markup import escape
 from rich.tree import Tree
 
 from dta_compile.plan import Plan
-from dta_compile.plan.schedule import Anchor, Forward
-from dta_compile.plan.tree.chunk import Chunk
 
-GOLDEN_RATIO = 0.618034  # hue step (in turns) that keeps successive colours far apart
 MOST_SEQUENCES = 6  # sequences listed in a segment's label
 
 
@@ -79,41 +75,8 @@ def as_json(plan: Plan) -> str:
 
 
 def as_dot(plan: Plan) -> str:
-    """Return the prefix tree in Graphviz DOT; each segment lists its chunks and is coloured by the first of them.
-
-    In one tree over ranks, it lists its ranks.
-    """
-    lines = ["digraph prefix_tree {", "  rankdir=LR; node [shape=box, style=filled, fontname=monospace];"]
-    kind, chunks = ("chunk", _chunks_of_nodes(plan)) if plan.dealing is None else ("rank", _ranks_of_nodes(plan))
-    for node, data in plan.tree.nodes(data=True):
-        names = ", ".join(f"{kind} {chunk}" for chunk in chunks[node])
-        hue = chunks[node][0] * GOLDEN_RATIO % 1
-        lines.append(f'  n{node} [label="{_label(data)}\\n{names}", fillcolor="{hue:.3f} 0.2 1.0"];')
+    """Return the prefix tree in Graphviz DOT."""
+    lines = ["digraph prefix_tree {", "  rankdir=LR; node [shape=box, fontname=monospace];"]
+    lines += [f'  n{node} [label="{_label(data)}"];' for node, data in plan.tree.nodes(data=True)]
     lines += [f"  n{parent} -> n{child};" for parent, child in plan.tree.edges]
     return "\n".join([*lines, "}", ""])
-
-
-def _chunks_of_nodes(plan: Plan) -> list[list[int]]:
-    """Return the chunks that run each segment, numbered in order of first execution."""
-    tree = plan.prefix_tree
-    numbers: dict[Chunk, int] = {}
-    chunks: list[list[int]] = [[] for _ in tree.parent]
-    for op in plan.schedule.ops:
-        if not isinstance(op, (Anchor, Forward)) or not op.out or op.chunk in numbers:
-            continue
-        number = numbers[op.chunk] = len(numbers) + 1
-        for start, stop in tree.chunk_ranges(op.chunk):
-            first, last = np.searchsorted(tree.row, [start, stop - 1], side="right") - 1
-            for node in range(first, last + 1):
-                if number not in chunks[node]:
-                    chunks[node].append(number)
-    return chunks
-
-
-def _ranks_of_nodes(plan: Plan) -> list[list[int]]:
-    """Return the ranks that run each segment, in the order of its tokens."""
-    tree, dealing = plan.prefix_tree, plan.dealing
-    assert dealing is not None
-    ends = tree.row + tree.stop - tree.start - 1
-    pieces = zip(dealing.owners(tree.row).tolist(), dealing.owners(ends).tolist(), strict=True)
-    return [[int(dealing.holders[piece]) for piece in range(first, last + 1)] for first, last in pieces]

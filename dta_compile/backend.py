@@ -26,6 +26,7 @@ from dta_compile.capture.media import encoder_calls, encoder_modules
 from dta_compile.capture.media.given_embeddings import UNSHARED
 from dta_compile.capture.recurrences import refuse_final_states
 from dta_compile.classify import Captured, Kind, classify
+from dta_compile.distributed.group import Group
 from dta_compile.errors import DTAError, FinalRefusal, OptionError, RefusalError
 from dta_compile.executable.as_captured import as_captured
 from dta_compile.executable.executable import Executable
@@ -87,42 +88,42 @@ def dta(
         if mode is not None:
             raise OptionError("torch.compile's mode has no meaning here", expected="options", got=f"mode={mode!r}")
         parsed = Options.parse(options)
+        if parsed.is_over_ranks:
+            Group(parsed.mesh)
     except OptionError as error:
         return Refused(error)
     if calls := refused_calls(module):  # even with fallback="dense": these are wrong densely as well
         return Refused(_refusal_by(calls[0]))
     graph = classify(module)
-    record = records.current()
+    ranks, record = Ranks(graph.local.group if graph.local else None), records.current()
     record.note_graph(graph)
     if graph.kind is Kind.PLAIN:
         return _plain(graph.module, graph.note, logging.WARNING if graph.training else logging.INFO)
     if graph.kind is Kind.REFUSED:
         assert graph.refusal is not None
-        return _refused(graph.refusal, graph.module, parsed)
+        return _refused(graph.refusal, graph.module, parsed, ranks)
     if graph.encoded and parsed.is_over_ranks:
-        return Refused(_IMAGES_OVER_RANKS)
+        return _raising(_IMAGES_OVER_RANKS, parsed, ranks)
     if graph.given and parsed.is_over_ranks:
-        return Refused(_EMBEDDINGS_OVER_RANKS)
+        return _raising(_EMBEDDINGS_OVER_RANKS, parsed, ranks)
     try:
         started = time.perf_counter()
         executable, captured = _compiled(graph, parsed)
-        ranks = Ranks(graph.local.group if graph.local else None)
         seconds = time.perf_counter() - started
         if FOUND in executable.seconds:
             seconds = sum(executable.seconds.values())  # the self-check gets as much time as after passes
         engine = Engine(executable, captured, parsed, seconds, ranks)
     except GraphWithoutAttention as plain:
         if plain.log is None and graph.refusal is not None and graph.training:
-            return _refused(graph.refusal, graph.module, parsed)
+            return _refused(graph.refusal, graph.module, parsed, ranks)
         plain_run = _plain(graph.module, plain.log)
-        ranks = Ranks(graph.local.group if graph.local else None)
         return plain_run if plain.log is None else beside_trees(plain_run, parsed, ranks)
     except ContractError as broken:
-        return _refused(_bug(broken), graph.module, parsed)
+        return _refused(_bug(broken), graph.module, parsed, ranks)
     except RefusalError as refusal:
         if graph.refusal is not None and not graph.training:  # may be attention written out with a KV cache of its own
             return _plain(graph.module, str(refusal))
-        return _refused(refusal, graph.module, parsed)
+        return _refused(refusal, graph.module, parsed, ranks)
     trace_artifact("dta_capture", lambda: capture_report(executable))
     if engine.rest is not None:
         record.log_once(SEVERAL_BATCHES)
@@ -233,12 +234,17 @@ def _plain(module: fx.GraphModule, note: str | None, level: int = logging.INFO) 
     return _called(as_captured(module))
 
 
-def _refused(refusal: RefusalError, module: fx.GraphModule, options: Options) -> Compiled:
+def _refused(refusal: RefusalError, module: fx.GraphModule, options: Options, ranks: Ranks) -> Compiled:
     error = records.with_graph_break(refusal, module)
     if options.fallback == "dense":
         logger.warning("dta: running densely, as fallback='dense' says: %s", error)
         return _called(as_captured(module))
-    return Refused(error)
+    return _raising(error, options, ranks)
+
+
+def _raising(error: DTAError, options: Options, ranks: Ranks) -> Compiled:
+    """Return what raises an error, on all ranks of one tree if others have a program."""
+    return beside_trees(Refused(error), options, ranks, error) if options.is_over_ranks else Refused(error)
 
 
 @contextlib.contextmanager

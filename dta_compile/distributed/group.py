@@ -19,12 +19,19 @@ GroupLike = dist.ProcessGroup | DeviceMesh | None
 T = TypeVar("T")
 
 
-def _attempt(make: Callable[[], T]) -> tuple[T | None, str]:
-    """Return the result of `make()`, or the text of one of our errors."""
+def attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return the result of `make()`, or the error that it raised."""
     try:
-        return make(), ""
-    except DTAError as error:
-        return None, str(error)
+        return make(), None
+    except Exception as error:
+        return None, error
+
+
+def described(error: Exception | None) -> str:
+    """Return what other ranks are told of an error: "" if there is none."""
+    if error is None or isinstance(error, DTAError):
+        return str(error or "")
+    return f"{type(error).__name__}: {error}"
 
 
 Kind = tuple[Sequence[int], torch.dtype]
@@ -96,6 +103,9 @@ class Group:
                     hint="flatten its data-parallel dimensions, or pass None for all ranks",
                 )
             group = group.get_group()
+        elif not isinstance(group, (dist.ProcessGroup, type(None))) and group != dist.GroupMember.NON_GROUP_MEMBER:
+            expected = "a process group, a one-dimensional DeviceMesh, or None for all ranks"
+            raise OptionError("ranks are named by something else than a group", expected=expected, got=repr(group)[:80])
         self._group = group
         self._alone = not (dist.is_available() and dist.is_initialized())
         self.rank = 0 if self._alone else dist.get_rank(group)
@@ -124,24 +134,26 @@ class Group:
         return values
 
     def gather_checked(self, make: Callable[[], T]) -> list[T]:
-        """Gather the results of `make()` on all ranks; if it raises one of our errors on any rank, all ranks raise it.
+        """Gather the results of `make()` on all ranks; if it raises an error on any rank, all ranks raise it.
 
         So no rank waits for another one with a bad batch.
         """
-        values = self.gather(_attempt(make))
+        value, failed = attempt(make)
+        values = self.gather((value, described(failed)))
         for rank, (_, problem) in enumerate(values):
             if problem:
-                raise RuntimeContractError(f"rank {rank} of {self.size}: {problem}")
+                raise RuntimeContractError(f"rank {rank} of {self.size}: {problem}") from failed
         return [value for value, _ in values]  # type: ignore[misc]
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Broadcast the result of `make()` on the first rank; one of our errors there is raised on all ranks."""
-        result: list[Any] = [*(_attempt(make) if self.rank == 0 else (None, ""))]
+        """Broadcast the result of `make()` on the first rank; an error there is raised on all ranks."""
+        made, failed = attempt(make) if self.rank == 0 else (None, None)
+        result: list[Any] = [made, described(failed)]
         if self.size > 1:
             dist.broadcast_object_list(result, self._global(0), self._group)
         value, problem = result
         if problem:
-            raise RuntimeContractError(problem)
+            raise RuntimeContractError(problem) from failed
         return value  # type: ignore[no-any-return]
 
     def all_to_all(self, values: torch.Tensor, sizes: Sequence[int], received: Sequence[int]) -> torch.Tensor:

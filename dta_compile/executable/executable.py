@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from dta_compile.executable.layers import HasMixers, MixerLayer
 from dta_compile.executable.layouts import Frame, Input, Layout
 
 Shape = tuple[sympy.Expr, ...]
+FLOAT = re.compile(r"(?<![\w.])-?\d+(?:\.\d+(?:e[+-]?\d+)?|e[+-]?\d+)")  # in code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,6 +271,15 @@ class Executable(HasMixers):
         """Return the whole chunk as one part."""
         frontier = tuple(range(len(self.frontier)))
         return Part(self.joint, tuple(range(self.joint.inputs)), tuple(range(len(self.mixers))), (), (), frontier)
+
+    @functools.cached_property
+    def numbers(self) -> list[list[str]]:
+        """Return the floats in the code of each stage of a chunk, sorted: numbers of the model that are constants.
+
+        Unlike sizes, they do not depend on the batches that a program is for.
+        """
+        kinds = [sorted({*FLOAT.findall(kind.forward_only.text)}) for kind in self.joint.kinds]
+        return [kinds[stage.kind] for stage in self.joint.stages]
 
     def copies_of_written(self, args: Sequence[Any]) -> list[Any]:
         """Return the inputs of a call, with copies of those that it writes to."""

@@ -249,10 +249,11 @@ def gather_to_encode(encodes: bool, waits: bool = False) -> None:
 
 
 def _most(states: Iterable[Any], *mine: int) -> list[int]:
-    group = groups_of(states)[0]
-    said = torch.tensor(mine, device=group.device)
-    for name in ("shard_process_group", "replicate_process_group"):
-        if (process_group := getattr(group.mesh_info, name, None)) is not None:
+    groups, names = groups_of(states), ("shard_process_group", "replicate_process_group")
+    said = torch.tensor(mine, device=groups[0].device)
+    ranks = (getattr(group.mesh_info, name, None) for group in groups for name in names)
+    for process_group in dict.fromkeys(ranks):  # layers may be sharded over different meshes
+        if process_group is not None:
             dist.all_reduce(said, dist.ReduceOp.MAX, process_group)
     return said.tolist()
 

@@ -149,18 +149,19 @@ class Engine:
     def _layer_groups(self, args: Sequence[Any]) -> LayerGroups | None:
         """Return the groups that gather sharded parameters layer by layer, or gather all parameters and return None.
 
-        All ranks must decide alike, so nothing here may depend on the batch or on measurements of one rank.
+        All ranks must decide alike: nothing here may depend on measurements of one rank, and options that differ are
+        settled by asking all.
         """
         gather_to_encode(False)
         executable, groups = self.executable, None
-        if may_run_layer_by_layer(self.options):
-            if self.rest is None and not self.ranks.several and len(executable.parts) > 1:
-                specs = executable.region_parameters
-                by_part = [[args[specs[i].index] for i in part.inputs if i < len(specs)] for part in executable.parts]
-                in_epilogue = [args[i] for i in executable.epilogue_reads if isinstance(args[i], torch.Tensor)]
-                groups = layer_groups(by_part, in_epilogue)
-            if not all_run_layer_by_layer(groups is not None):
-                groups = None
+        may = may_run_layer_by_layer(self.options)
+        if may and self.rest is None and not self.ranks.several and len(executable.parts) > 1:
+            specs = executable.region_parameters
+            by_part = [[args[specs[i].index] for i in part.inputs if i < len(specs)] for part in executable.parts]
+            in_epilogue = [args[i] for i in executable.epilogue_reads if isinstance(args[i], torch.Tensor)]
+            groups = layer_groups(by_part, in_epilogue)
+        if not all_run_layer_by_layer(groups is not None):
+            groups = None
         if groups is None:
             gather_all()
         return groups

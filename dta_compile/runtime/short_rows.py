@@ -1,4 +1,4 @@
-"""Calls whose rows are too short for a tree, or that have no rows: they run as captured.
+"""Calls without a tree: rows that are too short for one, or none, run as captured, and refused programs raise.
 
 Other ranks may have a tree in the same call, and wait for this one wherever ranks decide together.
 """
@@ -19,42 +19,43 @@ from dta_compile.runtime.one_tree.call import GroupRanks
 
 Run = Callable[..., Sequence[Any]]
 
+TOO_SHORT = RefusalError(
+    "rows of one or two tokens, or a batch without rows, cannot be part of one tree over ranks",
+    expected="rows of three tokens or more on all ranks, or on none",
+    got="shorter rows, or none, on this rank",
+    hint="give a rank without work a row of padding, which attention_mask or loss leave out",
+)
 
-def beside_trees(run: Run, options: Options, ranks: Ranks) -> Run:
-    """Wrap a graph that runs as captured, so that it decides with other ranks what `Engine` decides with them.
+
+def beside_trees(run: Run, options: Options, ranks: Ranks, why: DTAError = TOO_SHORT) -> Run:
+    """Wrap a graph that has no tree, so that it decides with other ranks what `Engine` decides with them.
 
     Args:
         ranks: this rank's tensor-parallel group.
-
-    The wrapper raises `DTAError` if this rank's rows should be part of one tree over ranks.
+        why: what the wrapper raises, on all ranks, if this rank's rows should be part of one tree over ranks.
     """
     group = GroupRanks(Group(options.mesh), ranks) if options.is_over_ranks else None
 
     def run_beside(*args: Any) -> Sequence[Any]:
-        if not interception.is_active() and may_run_layer_by_layer(options):
+        if not interception.is_active():
+            may_run_layer_by_layer(options)  # notes the mode of the call
             all_run_layer_by_layer(False)
         gather_all()
         if group is not None:
-            _require_alike(group)
+            _require_alike(group, why)
         return run(*args)
 
     return run_beside
 
 
-def _require_alike(group: GroupRanks) -> None:
-    """Raise an error on all ranks of one tree, unless all have rows that are too short."""
-    error = RefusalError(
-        "rows of one or two tokens, or a batch without rows, cannot be part of one tree over ranks",
-        expected="rows of three tokens or more on all ranks, or on none",
-        got="shorter rows, or none, on this rank",
-        hint="give a rank without work a row of padding, which attention_mask or loss leave out",
-    )
+def _require_alike(group: GroupRanks, why: DTAError) -> None:
+    """Raise an error on all ranks of one tree, unless none of them has a tree."""
 
     def refuse() -> None:
-        raise error
+        raise why
 
     try:
         group.check(refuse)
     except DTAError as problem:
-        if problem is not error:  # then it is an error of all ranks
+        if problem is not why:  # then it is an error of all ranks
             raise

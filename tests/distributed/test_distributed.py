@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 import torch
@@ -19,13 +20,14 @@ from torch.utils.checkpoint import checkpoint
 import dta_compile
 from dta_compile import distributed
 from dta_compile.errors import OptionError, RefusalError, RuntimeContractError, VerificationError
+from dta_compile.integrations import fully_shard_by_layer
 from dta_compile.integrations.fully_shard import groups_of
 from dta_compile.plan import CostModel
 from dta_compile.runtime.engine import Engine
 from dta_compile.runtime.path.stack import PathStack
 from dta_compile.runtime.transparent import TreeRun
 from tests.support import distributed_worker, per_layer
-from tests.support.tiny import SMALL_CHUNKS, TinyLM, assert_same, shared_ids, weighted
+from tests.support.tiny import SMALL_CHUNKS, BareLM, TinyLM, assert_same, shared_ids, weighted
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
 ROOT = pathlib.Path(__file__).parents[2]
@@ -207,6 +209,17 @@ def test_a_call_that_a_checkpoint_repeats_within_a_backward_is_refused(one_rank)
         loss.backward()
     models[1].zero_grad()
     per_layer.both(models, lambda forward: weighted(forward(shared_ids())).backward())
+
+
+def test_ranks_decide_over_all_meshes_that_layers_are_sharded_over(monkeypatch):
+    def sharded_over(ranks, copies=None):
+        mesh = types.SimpleNamespace(shard_process_group=ranks, replicate_process_group=copies)
+        return types.SimpleNamespace(_fsdp_param_groups=[types.SimpleNamespace(mesh_info=mesh, device="cpu")])
+
+    said = {"pair": [3, 1], "all": [2, 5], "copies": [0, 7]}
+    monkeypatch.setattr(dist, "all_reduce", lambda mine, _, ranks: mine.copy_(mine.maximum(torch.tensor(said[ranks]))))
+    layers = [sharded_over("pair"), sharded_over("all", "copies"), sharded_over("all")]
+    assert fully_shard_by_layer._most(layers, 1, 1) == [3, 7]
 
 
 def test_a_streamed_program_that_waits_for_other_ranks_runs_once(one_rank, monkeypatch):
@@ -403,10 +416,15 @@ def test_what_is_said_of_fields_is_checked(options, message):
         distributed.scatter(batch, **options)
 
 
-def test_a_mesh_of_two_dimensions_is_refused(one_rank):
+def test_ranks_that_are_no_group_or_of_two_dimensions_are_refused(one_rank):
     mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("copy", "shard"))
-    with pytest.raises(OptionError, match="one dimension of ranks"):
-        distributed.scatter({"input_ids": torch.zeros(1, 1, dtype=torch.long)}, mesh)
+    for ranks, problem in (mesh, "one dimension of ranks"), ("WORLD", "something else than a group"):
+        torch.compiler.reset()
+        compiled = torch.compile(BareLM(), backend="dta", options={"mesh": ranks})
+        with pytest.raises(OptionError, match=problem):
+            compiled(shared_ids())
+        with pytest.raises(OptionError, match=problem):
+            distributed.scatter({"input_ids": torch.zeros(1, 1, dtype=torch.long)}, ranks)
 
 
 def test_token_mean_is_the_mean_of_what_counts():

@@ -9,8 +9,9 @@ from dta_compile.errors import RuntimeContractError
 from dta_compile.runtime.one_tree.facts import checksums, require_alike
 
 
-def facts(widths=(1,), kinds=(), constants=((), [7]), spans=None):
-    return types.SimpleNamespace(widths=widths, kinds=kinds, constants=constants, spans=spans)
+def facts(widths=(1,), kinds=(), constants=((), [7]), spans=None, numbers=(), **options):
+    facts = {"options": options, "widths": widths, "kinds": kinds, "numbers": numbers, "constants": constants}
+    return types.SimpleNamespace(**facts, spans=spans)
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,9 @@ def facts(widths=(1,), kinds=(), constants=((), [7]), spans=None):
     [
         ([facts(), facts(spans=([4], [])), facts(), facts(spans=([5], []))], "1 and 3 differ in how far tokens attend"),
         ([facts(), facts(widths=(1, 1)), facts()], "0 and 1 differ in the inputs"),
+        ([facts(mode="score"), facts(mode="transparent")], "0 and 1 differ in their options, or in whether gradients"),
+        ([facts(chunk_size=3), facts(chunk_size=4)], "0 and 1 differ in their options"),
+        ([facts(numbers=[["1.0"]]), facts(numbers=[["1.5"]])], "0 and 1 differ in numbers of the model"),
         ([facts(), facts(), facts(constants=((), [8]))], "0 and 2 differ in values that all tokens read"),
     ],
 )

@@ -61,6 +61,17 @@ def test_a_check_that_fails_on_one_rank_fails_on_all():
         ranks(None).check(lambda: fail(RefusalError("large scores")))
 
 
+def test_an_error_that_is_not_ours_is_told_to_the_others_and_stays_what_it_is():
+    told = []
+    for run in (lambda made, make: made.agreed(make), lambda made, make: made.check(make)):
+        made = ranks(None)
+        gather = made._group.gather
+        made._group.gather = lambda value, gather=gather: told.append(value) or gather(value)
+        with pytest.raises(IndexError, match="a table"):
+            run(made, lambda: fail(IndexError("a table of the model")))
+    assert told == ["IndexError: a table of the model"] * 2
+
+
 def test_an_error_of_all_ranks_stays_what_it_is():
     with pytest.raises(PlanError, match="mine"):
         ranks("theirs").agreed(lambda: fail(PlanError("mine")))

@@ -21,7 +21,7 @@ from dta_compile.runtime.one_tree import call
 from tests.support import mixtures, per_layer, recurrent, tensor_parallel
 from tests.support.ranks import EXACT, Trained, Wrapped, assert_equal, reference, trained
 from tests.support.recurrent import no_float32_islands
-from tests.support.tiny import TinyLM, weighted
+from tests.support.tiny import TinyLM, assert_same, weighted
 
 EXACTLY, ISLANDS = 1e-9, 2e-6  # of float64, and of models that compute norms or scans in float32
 # Of models that `no_float32_islands` computes in float64, but for the softmax of routers.
@@ -256,6 +256,23 @@ def kinds_that_differ() -> None:
         assert ("differ in the dtypes" in problem) == (dtypes[0] != dtypes[1]), problem
 
 
+class Mirrored(TinyLM):
+    def forward(self, ids: torch.Tensor, is_mirrored: bool) -> torch.Tensor:
+        x = self.embedding(ids)
+        return self.head(self.mix(x + x.flip(1) if is_mirrored else x))
+
+
+def a_refused_program() -> None:
+    """Check that a program that is refused on one rank alone is an error on all."""
+    compiled, rank = torch.compile(Mirrored(), backend="dta", options=over()), dist.get_rank()
+    try:
+        compiled(torch.arange(12).reshape(2, 6), rank == 1)
+    except RuntimeContractError as error:
+        assert "rank 1 of 2" in str(error), error
+    else:
+        raise AssertionError("no error")
+
+
 def failures() -> None:
     """Check that a rank whose call is refused stops all ranks, and that the next call works."""
     model, rank = TinyLM(), dist.get_rank()
@@ -283,8 +300,11 @@ def failures() -> None:
         raise AssertionError("no error")
     compiled(ids[:, :1])  # there is no tree on any rank
     weighted(compiled(ids)).backward()
+    one_row = ids[: 2 - rank % 2]  # for which Dynamo has another program
+    assert_same(compiled(one_row), model(one_row))
     if dist.get_world_size() == 2:
         kinds_that_differ()
+        a_refused_program()
 
 
 SCENARIOS: dict[str, tuple[tuple[int, ...], Callable[[], None]]] = {

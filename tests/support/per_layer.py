@@ -270,6 +270,8 @@ def short_rows_on_a_rank() -> None:
         both(models, lambda forward, ids=ids: weighted(forward(ids)).backward())
         with torch.no_grad():
             assert_same(models[2](ids), models[0](ids), 1e-9)
+    options = {**SMALL_CHUNKS, "verify": "first" if dist.get_rank() else "off"}  # which gathers everything on one rank
+    both(pair(compile_options=options), lambda forward: weighted(forward(own_ids())).backward())
 
 
 def failures(**options: Any) -> None:

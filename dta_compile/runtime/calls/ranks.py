@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dta_compile.distributed.group import Group
+from dta_compile.distributed.group import Group, attempt, described
 from dta_compile.errors import DTAError, RuntimeContractError
 from dta_compile.plan import Limits
 
@@ -38,35 +38,27 @@ class Ranks:
         """Call `make` and agree on its limits: the least memory of all ranks, the rates of the first rank.
 
         Raises:
-            DTAError: `make` raised one on any rank.
+            RuntimeContractError: `make` raised an error on another rank.
         """
         if self._group is None:
             return make()
-        failed: DTAError | None = None
-        try:
-            value, limits = make()
-            answers: list[Any] = self._group.gather(limits.of_machine)
-        except DTAError as error:
-            failed = error
-            answers = [*self._group.gather(str(error))]
+        made, failed = attempt(make)
+        answers: list[Any] = self._group.gather(described(failed) if made is None else made[1].of_machine)
         self._raise_together(failed, answers)
-        return value, limits.agreed(answers)
+        assert made is not None
+        return made[0], made[1].agreed(answers)
 
     def check(self, require: Callable[[], None]) -> None:
-        """Call `require`, and raise `DTAError` if it does on any rank."""
+        """Call `require`; if it raises on any rank, raise on all."""
         if self._group is None:
             return require()
-        failed: DTAError | None = None
-        try:
-            require()
-        except DTAError as error:
-            failed = error
-        self._raise_together(failed, self._group.gather(None if failed is None else str(failed)))
+        _, failed = attempt(require)
+        self._raise_together(failed, self._group.gather(described(failed) or None))
 
-    def _raise_together(self, failed: DTAError | None, answers: Sequence[Any]) -> None:
-        """Raise on all ranks if any reported an error; if all did, each raises its own."""
+    def _raise_together(self, failed: Exception | None, answers: Sequence[Any]) -> None:
+        """Raise on all ranks if any reported an error; each raises its own if all did, or if it is not one of ours."""
         problems = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, str)}
-        if failed is not None and len(problems) == len(answers):
+        if failed is not None and (len(problems) == len(answers) or not isinstance(failed, DTAError)):
             raise failed
         for rank, problem in problems.items():
             raise RuntimeContractError(f"{self.what}: rank {rank} of {len(answers)}: {problem}") from failed

@@ -153,7 +153,7 @@ def over_ranks(own: PlannedCall, mode: str, group: Group, is_forced: bool) -> Pl
     Raises:
         RuntimeContractError: on all ranks, if their calls do not fit, or one of them has raised an error.
     """
-    facts = [*group.gather_checked(lambda: facts_of(own))]
+    facts = [*group.gather_checked(lambda: facts_of(own, is_forced))]
     require_alike(facts)
     limits = own.plan.limits.agreed([of_rank.limits for of_rank in facts]).of_sweep("stages")
     sizes = [size for size in range(group.size, 1, -1) if group.size % size == 0] or [1]

@@ -26,10 +26,13 @@ class Facts(NamedTuple):
     """What a rank tells the others about its call.
 
     Attributes:
+        options: what decides, besides the tokens, which ops run.
         tokens: `[P, C]` for every real token: whether it begins a sequence, whether it is joined with the one before,
             whether its outputs are used, and the contents of its keys.
         widths: number of columns of each trunk key, then of each head key.
-        kinds: dtypes and shapes of an entry of the values that move to other ranks, and dtypes of those that come back.
+        kinds: dtypes and shapes of an entry of the values that move to other ranks, dtypes of those that come back, and
+            the states of each layer.
+        numbers: see `Executable.numbers`.
         masks: class of each mask, and the numbers that they hide keys by; None: the rank has no tokens.
         spans: what layers need to know of them: spans, whether there are blocks, and the numbers.
         columns, from_first: tokens of a row, and whether every sequence begins at the first of its row.
@@ -38,9 +41,11 @@ class Facts(NamedTuple):
         counts: counts of the schedule over its own tree.
     """
 
+    options: dict[str, Any]
     tokens: Integers
     widths: tuple[int, ...]
     kinds: Any
+    numbers: list[list[str]]
     masks: tuple[list[MaskClass], list[float]] | None
     spans: Any
     columns: int
@@ -50,8 +55,8 @@ class Facts(NamedTuple):
     counts: Simulation
 
 
-def facts_of(own: PlannedCall) -> Facts:
-    """Return what this rank tells the others."""
+def facts_of(own: PlannedCall, is_forced: bool) -> Facts:
+    """Return what this rank tells the others; `is_forced`: one tree is asked for."""
     executable, masks = own.executable, own.masks
     if any(masks.kept):
         raise RefusalError(
@@ -73,10 +78,17 @@ def facts_of(own: PlannedCall) -> Facts:
     moved = [entries_first(own.dense[i.slot], i.layout) for i in (*executable.trunk_inputs, *executable.head_inputs)]
     shared = [own.dense[slot] for slot in executable.constant_inputs]
     spans = [(mask.window, mask.chunk, mask.block is not None) for mask in masks.classes], masks.fillers
+    states = [layer.states for layer in executable.mixers]
     return Facts(
+        {
+            "mode": own.plan.schedule.mode,
+            "chunk_size": own.plan.options.chunk_size,
+            "strategy": "one_tree" if is_forced else "auto",
+        },
         np.concatenate([*columns, *keys], 1),
         tuple(key.shape[1] for key in keys),
-        ([(tuple(value.shape[1:]), str(value.dtype)) for value in moved], [str(v.dtype) for v in executable.frontier]),
+        ([(_sizes(v), str(v.dtype)) for v in moved], [str(v.dtype) for v in executable.frontier], states),
+        executable.numbers,
         (masks.classes, masks.fillers) if len(places) else None,
         spans if len(places) else None,
         masks.valid.shape[1],
@@ -85,6 +97,11 @@ def facts_of(own: PlannedCall) -> Facts:
         own.plan.limits.of_machine,
         own.plan.simulation,
     )
+
+
+def _sizes(entries: torch.Tensor) -> tuple[int, ...]:
+    """Return the sizes of an entry: without those of 1, which the axis of a single row is taken for."""
+    return tuple(size for size in entries.shape[1:] if size != 1)
 
 
 def _contents(own: PlannedCall, item: ChunkInput) -> Integers:
@@ -126,15 +143,17 @@ def require_alike(facts: Sequence[Facts]) -> None:
             if value != other:
                 raise RuntimeContractError(
                     f"one tree over ranks: the calls of ranks {first} and {rank} differ in {what}",
-                    expected="the same model and the same kinds of inputs on all ranks",
+                    expected="the same model, options and kinds of inputs on all ranks",
                     got=f"{name} {value!s:.100} and {other!s:.100}",
                     hint="options={'mesh': None} runs a tree of its own on each rank",
                 )
 
 
 _WORDS = {
+    "options": "their options, or in whether gradients are wanted",
     "widths": "the inputs that tell tokens apart",
-    "kinds": "the dtypes or shapes of inputs or outputs",
+    "kinds": "the dtypes or shapes of inputs, outputs, or states of layers",
+    "numbers": "numbers of the model, such as a scale",
     "constants": "values that all tokens read, such as tables made from the number of columns",
     "spans": "how far tokens attend",
 }

@@ -95,7 +95,7 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
         with a generation for as many updates as before. That is the same update for losses that are sums over the
         rows or tokens of an update divided by their number, as most of TRL's and those of models that take
         `num_items_in_batch`. A mean of means of batches weighs rows otherwise, and so do quantiles and sorts of a
-        batch, and the auxiliary loss of a router.
+        batch, and the auxiliary loss of a router. `dataloader_drop_last` then drops what makes no whole update.
 
         Raises:
             OptionError: a loss is of each batch as a whole, or not known, or an update is of several generations.

@@ -59,6 +59,18 @@ def test_generation_is_not_compiled(calls):
     assert outputs.shape[1] == call["input_ids"].shape[1] + 2 and not calls.arguments
 
 
+def test_generation_after_training_is_not_compiled_either(calls):
+    """And a second training with the same callback wraps the model's call once."""
+    call = vision.inputs("qwen3_vl", [[5, "a", 7], [5, "a", 7, 8]])
+    calls.callback.on_train_end(ARGUMENTS, None, None)
+    with torch.no_grad():
+        calls.model.generate(**call, max_new_tokens=2, do_sample=False)
+    assert not calls.arguments
+    once = calls.model._compiled_call_impl
+    calls.callback.on_train_begin(ARGUMENTS, None, None, model=calls.model)
+    assert calls.model._compiled_call_impl is once
+
+
 def test_different_images_do_not_count_as_shared(calls):
     """Images of different sizes, between the same text; "d" has as many tokens as "a"."""
     for rows in ([[5, "a", 7], [5, "a", 7]], [[5, "a", 7], [5, "d", 7, "b"]]):

@@ -63,7 +63,7 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
     have no token in common. Rotary embeddings depend on differences of positions only: models that are known to have
     no others are called with positions that start at the first token of each row, as in generation. Positions in
     several axes (M-RoPE) of calls with images are the model's own, which begin there by themselves. Generation is left
-    to the model, uncompiled.
+    to the model, uncompiled, also after training.
 
     Args:
         options: options of `torch.compile(..., backend="dta", options=...)`.
@@ -95,7 +95,7 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
         with a generation for as many updates as before. That is the same update for losses that are sums over the
         rows or tokens of an update divided by their number, as most of TRL's and those of models that take
         `num_items_in_batch`. A mean of means of batches weighs rows otherwise, and so do quantiles and sorts of a
-        batch, and the auxiliary loss of a router.
+        batch, and the auxiliary loss of a router. `dataloader_drop_last` then drops what makes no whole update.
 
         Raises:
             OptionError: a loss is of each batch as a whole, or not known, or an update is of several generations.
@@ -104,13 +104,14 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
         kinds = getattr(args, "loss_type", None) or []
         kinds = [kinds] if isinstance(kinds, str) else kinds
         of_batch = {name: getattr(args, name) for name, none in OF_BATCH.items() if getattr(args, name, none) != none}
-        if not set(kinds) <= set(BY_ROW.split()) or of_batch or split % steps:
+        is_known = not any(base.__module__.startswith("trl.experimental.") for base in type(args).__mro__)
+        if not is_known or not set(kinds) <= set(BY_ROW.split()) or of_batch or split % steps:
             raise OptionError(
                 "the batches of an update cannot be one batch",
                 expected="a loss that is a sum over rows or tokens, and steps_per_generation a multiple of"
                 " gradient_accumulation_steps",
-                got=f"loss_type={kinds}, {of_batch or ''}steps_per_generation={split or None},"
-                f" gradient_accumulation_steps={steps}",
+                got=f"{type(args).__name__} with loss_type={kinds}, {of_batch or ''}"
+                f"steps_per_generation={split or None}, gradient_accumulation_steps={steps}",
                 hint="choose other batches, or another loss such as loss_type='dapo', GRPO's default",
             )
         args = copy.copy(args)
@@ -137,28 +138,28 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
             self._sampler.epoch = int(state.epoch or 0)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Remove the wrapper from the model, which stays compiled."""
-        if self._compiled is not None:
-            self._compiled._compiled_call_impl = self._call
-        self._compiled = self._call = None
-        self._batches, self._observes, self._sampler = [], False, None
+        """Stop observing. The model stays compiled, with positions and generation as in training."""
+        self._compiled, self._batches, self._observes, self._sampler = None, [], False, None
 
     def _wrap(self, module: torch.nn.Module) -> None:
-        """Wrap the call of the compiled module; hooks would become part of its graph."""
+        """Wrap the call of the compiled module, unless that is done; hooks would become part of its graph."""
+        self._compiled = module
+        if module._compiled_call_impl is self._call:
+            return
         shifts, has_axes = positions_are_relative(module), has_position_axes(module)
 
         def call_aligned(*args: Any, **kwargs: Any) -> Any:
             if _continues_cache(kwargs) and not torch.is_grad_enabled():  # generation, which has nothing to share
                 return uncompiled(*args, **kwargs)
             if self._observes and module.training and torch.is_grad_enabled():
-                self._batches.append(_sequences(*args, **with_images(kwargs, module)))
+                sequences = _sequences(*args, **with_images(kwargs, module))
+                self._batches += [sequences] if sequences else []
             return call(*args, **(with_positions(kwargs, has_axes) if shifts else kwargs))
 
         # `last_plan` finds the compiled callable through this cell of the function.
         call: Any = module._compiled_call_impl
         uncompiled: Any = module._call_impl
-        self._compiled, self._call = module, call
-        module._compiled_call_impl = call_aligned
+        module._compiled_call_impl = self._call = call_aligned
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compare the batches once those of an optimizer step, or of a generation, have been seen."""
@@ -264,7 +265,9 @@ def with_images(inputs: dict[str, Any], model: torch.nn.Module) -> dict[str, Any
     pixels, grids, ids = (inputs.get(name) for name in ("pixel_values", "image_grid_thw", "input_ids"))
     config = getattr(model, "config", None)
     placeholder = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
-    if pixels is None or ids is None or placeholder is None or (grids is None and pixels.dim() != 4):
+    if not isinstance(pixels, torch.Tensor) or not isinstance(ids, torch.Tensor) or placeholder is None:
+        return inputs
+    if grids is None and pixels.dim() != 4:
         return inputs
     sizes = [1] * len(pixels) if grids is None else grids.prod(-1).tolist()
     ids = ids.cpu()
@@ -272,7 +275,8 @@ def with_images(inputs: dict[str, Any], model: torch.nn.Module) -> dict[str, Any
     tokens = torch.tensor([size * int(is_image.sum()) // sum(sizes) for size in sizes])
     if int(tokens.sum()) != int(is_image.sum()):  # the model makes another number of features of each
         return inputs
-    numbers = [hash(image.detach().float().cpu().numpy().tobytes()) for image in pixels.split(sizes)]
+    images = pixels.split(sizes)  # type: ignore[no-untyped-call]
+    numbers = [hash(image.detach().float().cpu().numpy().tobytes()) for image in images]
     of_tokens = torch.tensor(numbers, dtype=torch.int64).repeat_interleave(tokens)
     return {**inputs, "input_ids": ids.masked_scatter(is_image, of_tokens)}
 
@@ -333,13 +337,13 @@ def _advice(args: Any) -> str:
 
 
 def _sequences(
-    input_ids: torch.Tensor | None = None,
-    attention_mask: Any = None,
-    position_ids: torch.Tensor | None = None,
-    **others: Any,
+    input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, *rest: Any, **others: Any
 ) -> list[NDArray[np.int64]]:
-    """Return the sequences of a call: rows without padding, or packed rows split where positions are zero."""
-    if input_ids is None:
+    """Return the sequences of a call: rows without padding, or packed rows split where positions are zero.
+
+    A call has none if it is not given token ids; a loss that TRL runs as the model's forward is given the model.
+    """
+    if not isinstance(input_ids, torch.Tensor):
         return []
     masks = attention_mask if isinstance(attention_mask, torch.Tensor) else None
     if masks is not None and masks.shape != input_ids.shape:  # of pairs of tokens
@@ -348,7 +352,7 @@ def _sequences(
     for i, row in enumerate(input_ids.cpu().numpy()):
         if masks is not None:
             sequences.append(row[masks[i].cpu().numpy() > 0])
-        elif position_ids is not None and position_ids.dim() == 2:
+        elif isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2:
             starts = np.flatnonzero(position_ids[i % len(position_ids)].cpu().numpy() == 0)
             sequences += np.split(row, starts[starts > 0])
         else:

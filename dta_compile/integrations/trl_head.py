@@ -57,6 +57,7 @@ def head(
         `[N]` each: log-probs of the targets, entropies, `log sum p^2`, mean logits and whether the target is the most
         likely token; None for results that are not wanted. Only the first two have gradients.
     """
+    weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)  # as in the kernel
     logits = functional.linear(hidden, weight, bias).float()
     if scale != 1.0:
         logits = logits * scale

@@ -96,6 +96,29 @@ def test_batches_that_cannot_be_one_are_an_error():
             dta_compile.DTACallback.whole_steps(GRPOConfig(**settings, **other))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_an_experimental_trainer_may_have_another_loss_than_its_arguments_say():
+    from trl.experimental.orpo import ORPOConfig
+
+    with pytest.raises(OptionError, match="cannot be one batch") as refused:
+        dta_compile.DTACallback.whole_steps(ORPOConfig(output_dir="none", use_cpu=True, bf16=False))
+    assert "ORPOConfig" in str(refused.value)
+
+
+def test_a_loss_that_a_trainer_runs_as_the_forward_of_its_model_is_not_observed():
+    """TRL's distillation calls the model with itself and a batch."""
+
+    class Model(torch.nn.Linear):
+        def forward(self, model, inputs, count):
+            return model.weight.sum() * inputs["input_ids"].sum() / count
+
+    model, callback = Model(2, 2).train(), dta_compile.DTACallback()
+    model.compile(backend="eager")
+    callback.on_train_begin(None, None, None, model=model)
+    assert model(model, {"input_ids": torch.ones(2, 3)}, 2).shape == ()
+    assert callback._batches == []
+
+
 def grouped(trainer):
     trainer.add_callback(dta_compile.DTACallback(group_rows=True))
     return trainer.model
@@ -256,6 +279,19 @@ def test_the_head_has_the_values_and_gradients_of_trl(monkeypatch, softcap, scal
         seen.append([*values, *(one.grad for one in inputs)])
     torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-5)
     assert seen[0][4][::2].all() and not seen[0][4].all()
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_head_of_another_dtype_than_its_inputs_is_cast_as_by_trl(dtypes):
+    """As PEFT's preparation for training in few bits leaves the head in float32."""
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(9, 8, generator=draw).to(dtypes[0])
+    head = [torch.randn(size, generator=draw).to(dtypes[1]).requires_grad_() for size in ((40, 8), (40,))]
+    arguments = (torch.arange(9), 0.7, 16, None, 1.0, ("log_probs", "entropy", "mean_logits"))
+    ours, expected = (function(hidden, *head, *arguments) for function in (trl_head.head, ChunkedLogProbFunction.apply))
+    torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.02)
+    gradients = [torch.autograd.grad(values[0].sum(), head) for values in (ours, expected)]
+    torch.testing.assert_close(*gradients, rtol=0.05, atol=0.05)
 
 
 def test_what_is_not_wanted_of_the_head_is_not_computed():

@@ -201,6 +201,9 @@ class Program(HasMixers):
         return list(output_node(self.graph).args[0])
 
 
+FEW_TOKENS = "rows of one or two tokens share next to nothing: such calls run as captured"
+
+
 class GraphWithoutAttention(Exception):
     """Raised by a pass when the captured graph is not for the tree: it runs as captured.
 

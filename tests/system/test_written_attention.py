@@ -1441,6 +1441,22 @@ def test_attention_that_is_not_recognised_is_refused_after_one_that_is():
     assert "in with_squared_weights |" in str(caught.value)
 
 
+def test_rows_of_one_token_run_as_captured(caplog):
+    """Its softmax has one key; attention that is not recognised is refused at any other length."""
+    model, ids = WrittenLM(with_a_buffer), shared_ids(4, 1)
+
+    def step(run):
+        loss = weighted(run(ids))
+        loss.backward()
+        return loss.detach()
+
+    torch._dynamo.reset()
+    with caplog.at_level("INFO", logger="dta_compile"):
+        compiled = torch.compile(model, backend="dta", options=OPTIONS)
+        assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
+    assert caplog.messages == ["dta: rows of one or two tokens share next to nothing: such calls run as captured"]
+
+
 def test_layers_behind_tokens_that_are_mixed_last_run_densely_with_a_warning(caplog):
     def summed(model, q, k, v, pairs):
         return v.cumprod(1) + with_a_buffer(model, q, k, v, pairs)

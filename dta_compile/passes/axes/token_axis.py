@@ -29,6 +29,7 @@ from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.operators import MATRIX_PRODUCTS, aten
 from dta_compile.passes.graphs.source_lines import where
 from dta_compile.passes.program import (
+    FEW_TOKENS,
     AmbiguousAxes,
     GraphWithoutAttention,
     Mixed,
@@ -87,7 +88,7 @@ def _find_axes(program: Program) -> None:
     batch, tokens = batch_and_tokens(calls[0])
     batch = next((other for other, length in map(batch_and_tokens, calls) if length == tokens and other != 1), batch)
     if tokens in (0, 1, 2) or batch == 0:  # 2 as a constant: `ids[:, 1:]` has a size of 1, which torch specialises
-        raise GraphWithoutAttention("rows of one or two tokens share next to nothing: such calls run as captured")
+        raise GraphWithoutAttention(FEW_TOKENS)
     if not tokens.free_symbols:
         refusal = RefusalError(
             "the token size became a constant while the model was traced",

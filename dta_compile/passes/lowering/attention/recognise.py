@@ -48,7 +48,7 @@ from dta_compile.passes.lowering.attention.scores import FLOORS
 from dta_compile.passes.lowering.attention.softmaxes import spell_softmaxes
 from dta_compile.passes.lowering.attention.token_biases import TokenBiases
 from dta_compile.passes.lowering.attention.weight_sums import SPLITS, distribute_products
-from dta_compile.passes.program import has_tensor
+from dta_compile.passes.program import FEW_TOKENS, GraphWithoutAttention, has_tensor
 from dta_compile.passes.symbols import sizes
 
 SCORE_PRODUCTS = MATRIX_PRODUCTS - {aten.addmm.default}
@@ -56,16 +56,16 @@ LIKES = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default
 UNARY = frozenset({aten.tanh.default, aten.neg.default})
 
 
-def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> RefusalError | None:
+def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> RefusalError | GraphWithoutAttention | None:
     """Replace attention by calls of the attention operator.
 
     Args:
         weights: placeholders that are parameters.
 
     Returns:
-        The reason why the first candidate, a softmax of a product, could not be replaced; None if all were, or there
-        is none. Nodes that were not replaced, and their products of queries and keys, have their own reason in
-        `meta["unrecognised"]`.
+        The reason why the first candidate, a softmax of a product, could not be replaced, or that all are over one or
+        two tokens; None if all were, or there is none. Nodes that were not replaced, and their products of queries and
+        keys, have their own reason in `meta["unrecognised"]`.
     """
     take_parts_before_moves(graph)
     data = [node for node in graph.find_nodes(op="placeholder") if node not in weights and has_tensor(node)]
@@ -109,7 +109,14 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
                 written[node][0][0].meta["unrecognised"] = node.meta["unrecognised"]
                 refusal = refusal or node.meta["unrecognised"]
     erase_unused(graph)
-    return refusal
+    return GraphWithoutAttention(FEW_TOKENS) if refusal and all(map(_is_of_few_tokens, paths.values())) else refusal
+
+
+def _is_of_few_tokens(path: list[fx.Node]) -> bool:
+    """Return whether a softmax is over one or two keys, which torch specialises, for a constant number of queries."""
+    product, *_, softmax = path
+    keys = sizes(softmax)[softmax.args[1]]
+    return keys in (1, 2) and not any(size.free_symbols for size in sizes(product)[-2:])
 
 
 def _spell_out_likes(graph: fx.Graph, scores: Collection[fx.Node]) -> None:

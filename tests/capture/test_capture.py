@@ -187,6 +187,19 @@ def test_arguments_in_any_form(model):
     assert engines(compiled) <= 2  # a float that changes becomes an input once
 
 
+class Attributes(dict):
+    """A batch that raises KeyError for any attribute that is no key of it."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_a_batch_whose_keys_are_attributes(model):
+    def function(batch):
+        return model(batch.ids)
+
+    check(model, dta(function), function, Attributes(ids=shared_ids()))
+
+
 class Wrapped(nn.Module):
     """A model around a backbone, as transformers builds them."""
 

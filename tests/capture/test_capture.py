@@ -280,6 +280,7 @@ def test_explain_reports_the_call_without_running_it(model, compile_first):
     function = dta(scored) if compile_first else scored
     report = dta_compile.explain(function, ids, labels=ids.roll(-1, 1))
     assert report.refusal is None and report.plan.stats.tree_tokens == dta_compile.plan(ids).stats.tree_tokens
+    assert (report.plan.schedule.chunk_size == SMALL_CHUNKS["chunk_size"]) is compile_first
     assert set(report.regions) == {"prologue", "trunk", "head", "epilogue"} and all(report.regions.values())
     assert len(report.attention) == 1 and "1 layers: causal; 2 KV heads of 8, float64" in str(report)
     assert any("ids" in line for line in report.prefix_key) and not any("labels" in line for line in report.prefix_key)

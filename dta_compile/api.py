@@ -87,14 +87,14 @@ def explain(fn: Any, *args: Any, **kwargs: Any) -> Explanation:
     """Report how the backend compiles and plans a call, without running the token region; print the result.
 
     Args:
-        fn: a function or module, compiled or not.
+        fn: a function or module, compiled (then its options count) or not.
         *args, **kwargs: arguments of the call to explain.
 
     Returns:
         The regions, attention layers with their mask class, prefix-key inputs, frontier tensors with bytes and a plan
         summary; for a refused call the reason with the user's line.
     """
-    compiled = torch.compile(frames.uncompiled(fn), backend=_explain_backend)
+    compiled = torch.compile(frames.uncompiled(fn), backend=_explain_backend, options=_options_of_own_tree(fn))
     with intercept(_leave_with_explanation):
         try:
             compiled(*args, **kwargs)
@@ -118,7 +118,16 @@ def _leave_with_explanation(engine: Intercepted, args: Sequence[Any]) -> NoRetur
     raise _Explained(explain_engine(engine, args))
 
 
-def _explain_backend(module: Any, example_inputs: Any) -> Any:
+def _options_of_own_tree(fn: Any) -> dict[str, Any]:
+    """Return the options of a compiled callable for a tree of this process alone, with refusals that are raised."""
+    wrapper = frames.compile_wrapper_of(fn)
+    given = dict(wrapper.kwargs.get("options") or {}) if wrapper is not None and frames.is_ours(fn) else {}
+    if given.get("strategy") == "one_tree":
+        given["strategy"] = "auto"
+    return {**given, "mesh": None, "fallback": "raise"}
+
+
+def _explain_backend(module: Any, example_inputs: Any, options: dict[str, Any]) -> Any:
     from dta_compile.backend import dta
 
-    return dta(module, example_inputs)
+    return dta(module, example_inputs, options=options)

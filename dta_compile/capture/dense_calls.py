@@ -1,14 +1,17 @@
 """Warn about calls of a compiled function that run densely because Dynamo hands this backend no graph of them.
 
 There are two causes. A compiled function that is called while Dynamo traces for another backend becomes part of that
-backend's graph. And a function that Dynamo cannot trace, for example inside a `torch.func` transform, runs in Python.
+backend's graph. And a function that Dynamo cannot trace, for example inside a `torch.func` transform, runs in Python,
+as does the body of a generator, which begins when the compiled call has returned.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +30,7 @@ from dta_compile.torch_compat.dynamo import (
 )
 
 COMPILED = "_dta_compiled"  # attribute of an `OutputGraph`: ids of modules that are compiled for this backend
+LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 SAID = "_dta_said"  # attribute of a compiled function: the warning has been logged
 
 logger = logging.getLogger("dta_compile")
@@ -39,23 +43,31 @@ def warn(has_graphs: Callable[[Any], bool]) -> None:
         has_graphs: returns whether the compiled function of a compiler of Dynamo's got any graph with attention.
     """
 
+    def warn_when_left(compiler: Any, code: types.CodeType, cause: str) -> None:
+        if frames.is_ours(compiler) and torch.is_grad_enabled():
+            function = f"{code.co_name} at {code.co_filename}:{code.co_firstlineno}"
+            frames.call_when_left(functools.partial(_say_if_dense, compiler, has_graphs, function, cause))
+
     @as_wrapper
     def noticing_failures(trace: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             trace(self, *args, **kwargs)
         except Unsupported as error:
-            compiler = self.output.compiler_fn
-            if frames.is_ours(compiler) and torch.is_grad_enabled():
-                cause, code = breaks.cause(error), self.f_code
-                function = f"{code.co_name} at {code.co_filename}:{code.co_firstlineno}"
-                frames.call_when_left(functools.partial(_say_if_dense, compiler, has_graphs, function, cause))
+            warn_when_left(self.output.compiler_fn, self.f_code, breaks.cause(error))
             raise
+
+    @as_wrapper
+    def noticing_generators(convert: Callable[..., Any], self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if frame.f_code.co_flags & LATER:
+            warn_when_left(self, frame.f_code, "generators and coroutines run after the call (call a function in them)")
+        return convert(self, frame, *args, **kwargs)
 
     wrap_once(VariableBuilder, "_wrap", _noting_wrappers)
     wrap_once(UnspecializedNNModuleVariable, "call_function", _noticing_other_backends)
     wrap_once(WrapperUserFunctionVariable, "call_function", _noticing_other_backends)
     wrap_once(InstructionTranslator, "__init__", noticing_failures)  # raises inside torch.func
     wrap_once(InstructionTranslator, "run", noticing_failures)
+    wrap_once(frames.CatchErrorsWrapper, "__call__", noticing_generators)
 
 
 @as_wrapper

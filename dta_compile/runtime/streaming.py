@@ -286,6 +286,14 @@ class _Rows:
             outputs = self._outputs(row, leaves)
             rows = [outputs[source] if isinstance(source, int) else source[row] for source in self.sources]
             loss = _checked(self.loss_fn(row, *rows), row)
+        if any(leaf.grad is not None for leaf in leaves):
+            raise RuntimeContractError(
+                "loss_fn went backward itself, and its gradients end at the row",
+                where=f"row {row}",
+                expected="a loss that is returned: streaming_step goes backward from it",
+                got="backward() inside of loss_fn",
+                hint="return the sum of all losses of the row; torch.autograd.grad may take gradients of the outputs",
+            )
         self.losses[row] = loss.detach()
         if not loss.requires_grad:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -144,8 +144,17 @@ def _reachable(start: Any, depth: int) -> Iterator[Any]:
         level = following
 
 
+def own_attributes(item: Any) -> Mapping[str, Any]:
+    """Return the attributes that an object holds itself, without running code of its class such as `__getattr__`."""
+    try:
+        known: Mapping[str, Any] = object.__getattribute__(item, "__dict__")
+    except AttributeError:  # it has none, or slots
+        return {}
+    return known
+
+
 def _attributes(item: Any) -> Iterator[Any]:
-    own = getattr(item, "__dict__", {})
+    own = own_attributes(item)
     for name in _LINKS:
         value = own.get(name) if name in own else getattr(type(item), name, None) and getattr(item, name, None)
         if value is not None:
@@ -153,7 +162,7 @@ def _attributes(item: Any) -> Iterator[Any]:
 
 
 def _cells(item: Any) -> Iterator[Any]:
-    for content in contents_of(getattr(item, "__closure__", None)):
+    for content in contents_of(item.__closure__ if isinstance(item, types.FunctionType) else None):
         if isinstance(content, Callable) or type(content).__module__.startswith("torch._dynamo"):  # type: ignore[arg-type]
             yield content
 

@@ -187,6 +187,19 @@ def test_arguments_in_any_form(model):
     assert engines(compiled) <= 2  # a float that changes becomes an input once
 
 
+class Attributes(dict):
+    """A batch that raises KeyError for any attribute that is no key of it."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_a_batch_whose_keys_are_attributes(model):
+    def function(batch):
+        return model(batch.ids)
+
+    check(model, dta(function), function, Attributes(ids=shared_ids()))
+
+
 class Wrapped(nn.Module):
     """A model around a backbone, as transformers builds them."""
 
@@ -267,6 +280,7 @@ def test_explain_reports_the_call_without_running_it(model, compile_first):
     function = dta(scored) if compile_first else scored
     report = dta_compile.explain(function, ids, labels=ids.roll(-1, 1))
     assert report.refusal is None and report.plan.stats.tree_tokens == dta_compile.plan(ids).stats.tree_tokens
+    assert (report.plan.schedule.chunk_size == SMALL_CHUNKS["chunk_size"]) is compile_first
     assert set(report.regions) == {"prologue", "trunk", "head", "epilogue"} and all(report.regions.values())
     assert len(report.attention) == 1 and "1 layers: causal; 2 KV heads of 8, float64" in str(report)
     assert any("ids" in line for line in report.prefix_key) and not any("labels" in line for line in report.prefix_key)

@@ -136,12 +136,17 @@ def test_calls_that_dynamo_hands_over_no_graph_of_are_said_to_share_nothing(capl
             x = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
         return x
 
+    def yields(ids):
+        yield model(ids)
+
     given_up = torch.compile(attends_after_a_break, backend="dta", options=OPTIONS)
+    generator = torch.compile(yields, backend="dta", options=OPTIONS)
     transformed = torch.compile(lambda table: model.mix(table[ids]).sum(), backend="dta", options=OPTIONS)
     calls = {
         "another backend's graph": lambda: torch.compile(lambda: module(ids), backend="eager")(),
         "another backend's graph, and runs": lambda: torch.compile(lambda: function(ids), backend="eager")(),
         "gave up on attends_after_a_break": lambda: given_up(ids),
+        "gave up on yields": lambda: next(generator(ids)),
         "have to be inside of the compiled": lambda: torch.func.grad(transformed)(model.embedding.weight.detach()),
     }
     for said, call in calls.items():

@@ -264,3 +264,5 @@ def test_frozen_models_and_bad_losses(policy):
     for loss in (lambda row, logits: logits, lambda row, logits: 0.0):
         with pytest.raises(RuntimeContractError, match="did not return a scalar tensor"):
             dta_compile.streaming_step(compiled, loss, IDS)
+    with pytest.raises(RuntimeContractError, match="went backward itself"):
+        dta_compile.streaming_step(compiled, lambda row, logits: logits.sum().backward() or logits.sum(), IDS)

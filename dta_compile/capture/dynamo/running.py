@@ -30,9 +30,9 @@ def modules_at_hand(translator: Any) -> Iterator[torch.nn.Module]:
     packed = [value for value in arguments if type(value) in (tuple, dict)]
     arguments += [part for value in packed for part in (value.values() if isinstance(value, dict) else value)]
     for value in (*arguments, *frames.contents_of(translator.closure), *named):
-        owner = getattr(value, "__self__", value)
+        owner = value.__self__ if isinstance(value, types.MethodType) else value
         is_other = not isinstance(owner, (torch.nn.Module, types.ModuleType, type))
-        attributes = [getattr(owner, "__dict__", {}).get(name) for name in names] if is_other else []
+        attributes = [frames.own_attributes(owner).get(name) for name in names] if is_other else []
         for part in (owner, *attributes):
             if isinstance(part, torch.nn.Module) and "_modules" in vars(part):  # else its constructor is still running
                 yield part

@@ -283,11 +283,9 @@ def arithmetic(term: Apply, args: list[Any], proves: Proves) -> Any:
     if name in SIMPLE:
         return SIMPLE[name](*ints)
     if name in ("add", "sub", "rsub"):
-        first, second = ints[:2] if name != "rsub" else ints[1::-1]
-        factor = exact_int(kwargs.get("alpha", 1), term)
-        if factor != 1 and term.dtype.is_floating_point:
-            raise Untranslatable(term, "a product that may be rounded")
-        second = factor * second
+        if kwargs or len(ints) > 2:  # `alpha`, which is lowered to a product
+            raise Untranslatable(term)
+        first, second = ints if name != "rsub" else ints[::-1]
         return first + second if name == "add" else first - second
     if name in ("clamp", "clamp_min", "clamp_max"):
         bounds = {key: None if bound is None else exact_int(bound, term) for key, bound in kwargs.items()}

@@ -119,14 +119,18 @@ def _convolution(
     return (mapped if bias is None else mapped + bias).movedim(-1, 1).contiguous()
 
 
-def _sum(x: Any, y: Any, *, alpha: Any = 1) -> Any:
+def _sum(x: Any, y: Any, alpha: Any = 1) -> Any:
     """Compute `x + alpha * y` as two operators, so that no reader of sums has to know of `alpha`."""
     return NotImplemented if isinstance(alpha, (int, float)) and alpha == 1 else x + _multiplied(x, y, alpha)
 
 
-def _difference(x: Any, y: Any, *, alpha: Any = 1) -> Any:
+def _difference(x: Any, y: Any, alpha: Any = 1) -> Any:
     """Compute `x - alpha * y` as two operators."""
     return NotImplemented if isinstance(alpha, (int, float)) and alpha == 1 else x - _multiplied(x, y, alpha)
+
+
+def _reversed_difference(x: Any, y: Any, alpha: Any = 1) -> Any:
+    return NotImplemented if isinstance(alpha, (int, float)) and alpha == 1 else y - _multiplied(y, x, alpha)
 
 
 def _multiplied(x: Any, y: Any, alpha: Any) -> Any:
@@ -193,6 +197,7 @@ TABLE: dict[Any, Any] = {
     **SPELLED_OUT,
     **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), _sum),
     **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), _difference),
+    **dict.fromkeys((aten.rsub.Tensor, aten.rsub.Scalar), _reversed_difference),
     aten.copy.default: _copied,
     aten.native_group_norm.default: _group_norm,
     aten._native_batch_norm_legit_no_training.default: _batch_norm,

@@ -41,3 +41,20 @@ def test_derivatives_at_edges_are_those_of_torch(name):
     traced = make_fx(function, decomposition_table=TABLE)(argument)
     found, expected = differentiated(traced, argument), differentiated(function, argument)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.add(x, x, alpha=3),
+        lambda x: torch.sub(x, 2, alpha=3),
+        lambda x: torch.rsub(x, 2, alpha=3),
+        lambda x: torch.rsub(x, x * x, alpha=3),
+        lambda x: torch.ops.aten.add.Scalar(x, 2, 3),
+    ],
+)
+def test_multiples_in_sums_are_products(function):
+    x = torch.arange(4)
+    traced = make_fx(function, decomposition_table=TABLE)(x)
+    assert not any(len(node.args) > 2 or node.kwargs for node in traced.graph.nodes if node.op == "call_function")
+    assert torch.equal(traced(x), function(x))

@@ -112,6 +112,12 @@ CLASSES = {
         "window 4",
         [4],
     ),
+    "a window by a multiple of the distance": (
+        lambda ids: causal(ids) & (torch.rsub(positions(ids)[0] - positions(ids)[1], 6, alpha=2) >= 0),
+        [(IDS,)],
+        "window 4",
+        [4],
+    ),
     "half of the tokens": (lambda ids: near(ids, ids.shape[1] // 2), [(IDS,), (LONGER,)], "", [4, 9]),
     "an integer argument": (near, [(IDS, 3), (IDS, 5), (LONGER, 7)], "", [3, 5, 7]),
     "a tensor argument": (near, [(IDS, torch.tensor(3)), (IDS, torch.tensor(6))], "", [3, 6]),

@@ -8,6 +8,7 @@ import torch
 
 from dta_compile import passes
 from dta_compile.passes.copies.fold import fold
+from dta_compile.passes.gradients.unroll import NotRepeated
 from dta_compile.passes.to_executable.seal import seal
 from tests.support.tiny import SMALL_CHUNKS, TinyLM, after, assert_same, shared_ids, weighted
 
@@ -84,6 +85,13 @@ class Borrowed(TinyLM):
         return super().mix(x, pairs) @ self.blocks[0].out.weight
 
 
+class Penalised(TinyLM):
+    """A loss of the whole batch reads a weight of the last layer."""
+
+    def forward(self, ids):
+        return super().forward(ids).mean(1) + self.blocks[-1].up.weight.square().sum()
+
+
 @pytest.fixture
 def compiled(monkeypatch):
     """Compile a model with another function in place of `run_passes`."""
@@ -118,6 +126,15 @@ def test_executable_of_a_few_copies_is_that_of_all(model, mixers, compiled):
     ((whole, program),) = found
     assert len(program.copied_mixers) == mixers
     assert _text(program) == _text(whole)
+
+
+def test_copies_are_kept_if_a_loss_reads_their_weights(compiled):
+    def only_cut(program, skip=()):
+        with pytest.raises(NotRepeated):
+            passes._run(fold(program), passes.PASSES, skip, "dense_graphs")
+        raise passes.GraphWithoutAttention(None)
+
+    compiled(Penalised(layers=LAYERS), only_cut)(shared_ids())
 
 
 @pytest.mark.sample(2)

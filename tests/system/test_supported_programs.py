@@ -54,10 +54,12 @@ def test_entries_taken_along_a_dimension_leave_sizes_free(take, model):
 
 
 def test_numbers_of_sizes_are_as_precise_as_eagers(model):
-    """Times a boolean or an integer, a float is one of the default dtype."""
+    """Times a boolean or an integer, a float is one of the default dtype. No number widens a tensor of one number."""
+    model.gain = torch.nn.Parameter(torch.tensor(0.5), requires_grad=False)
 
     def function(ids):
-        x = model.embedding(ids)
+        gains = (model.gain * (ids.shape[1] / 2) + ids.shape[0]).expand(WIDTH, 1)
+        x = model.embedding(ids) + F.linear(ids[..., None].float(), gains)
         x = x + (x > 0) * (1000.0 / ids.shape[1]) + ids[..., None] * (10.0 / ids.shape[0])
         return (model.head(model.mix(x)),)
 

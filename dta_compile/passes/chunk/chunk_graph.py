@@ -20,7 +20,7 @@ from dta_compile.executable.layouts import Axis, Flat, InputKind, Layout
 from dta_compile.ops.mixer import has_several_results
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.arguments import dim_of, operand_dims
-from dta_compile.passes.graphs.nodes import erase_unused, is_float, is_uniform
+from dta_compile.passes.graphs.nodes import erase_unused, is_uniform
 from dta_compile.passes.graphs.operators import OF_TWO_TENSORS, SQUEEZES, TAKE_A_SHAPE, aten
 from dta_compile.passes.graphs.source_lines import inherit_line, where
 from dta_compile.passes.graphs.subgraph import add_call, copied, graph_module
@@ -240,10 +240,10 @@ class _Builder:
                         got=f"{node.target}",
                         hint="compute it outside the model, or multiply by it instead",
                     )
-                is_integer = isinstance(arg.meta["val"], (int, torch.SymInt))
-                # As numbers, floats make integers and booleans those of the default dtype.
-                wide = torch.float64 if any(map(is_float, node.all_input_nodes)) else torch.get_default_dtype()
-                dtype = torch.int64 if is_integer else wide
+                # A number makes no tensor wider. One of no dimensions does if the others have none either.
+                dtype = node.meta["val"].dtype
+                if dtype.is_floating_point and dtype.itemsize < 4 and node.meta["val"].dim():
+                    dtype = torch.float64  # all digits, as eager mode takes them
                 with self.program.graph.inserting_after(arg):
                     scalar = self.program.graph.call_function(aten.scalar_tensor.default, (arg,), {"dtype": dtype})
                 scalar.meta["val"] = torch.empty((), dtype=dtype, device="meta")

@@ -26,8 +26,15 @@ class NotRepeated(Exception):
 
 def require_repeated(program: Program) -> None:
     """Raise `NotRepeated` for a program without some of its copies that does anything once a call."""
-    if program.folding and (program.draws or program.written or program.other_batches):
+    if program.folding and (program.draws or program.written or program.other_batches or _ends_with_weights(program)):
         raise NotRepeated
+
+
+def _ends_with_weights(program: Program) -> bool:
+    """Return whether the epilogue reads weights of copies: stages alone take those of the copies left out."""
+    inputs = list(program.epilogue.graph.find_nodes(op="placeholder")) if program.epilogue else []
+    chains = program.folding.chains if program.folding else ()
+    return any(inputs[index].users for chain in chains for index in chain if inputs)
 
 
 @dataclasses.dataclass(frozen=True)

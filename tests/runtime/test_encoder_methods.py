@@ -77,6 +77,26 @@ def test_images_differ_by_one_bit_and_by_grid():
     assert encoder.distinct(*tensors)[1].tolist() == list(range(half // 2))
 
 
+class OfRealPatches(Model):
+    """Features of patches `[N, P, 3]` of images, or of tiles `[B, n, 1, 1, 3]` of rows, that a mask says are real."""
+
+    def get_image_features(self, pixel_values, pixel_attention_mask):
+        rows = zip(self.layer(pixel_values), pixel_attention_mask, strict=True)
+        return SimpleNamespace(pooler_output=[row[mask].flatten(0, -2) for row, mask in rows])
+
+
+@pytest.mark.parametrize(("shape", "units"), [((3, 4, 3), (3, 2)), ((3, 4, 1, 1, 3), (1, 1))])
+def test_a_mask_says_which_patches_or_tiles_are_real(shape, units):
+    pixels = torch.randn(shape, dtype=torch.float64)
+    pixels[1], pixels[2, 1] = pixels[0], 0  # an image twice; a tile that is black
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]).bool()
+    model = OfRealPatches()
+    encoder = Encoder(model, type(model).get_image_features, Arguments((TENSOR, TENSOR), ()))
+    (features,), rows = encoder.distinct(pixels, mask)
+    assert (encoder.units, encoder.runs) == units
+    torch.testing.assert_close(features[rows], *encoder(pixels, mask), rtol=0, atol=EXACT)
+
+
 class Averaging(nn.Linear):
     """Keeps an average of what it is given, and writes the same number to another buffer."""
 

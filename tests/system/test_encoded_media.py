@@ -310,6 +310,65 @@ def test_images_that_depend_on_each_other_are_refused():
         compiled(*rows_of([[1, "a", 2, "b"], [1, "a", 3, "b"]]))
 
 
+class Normed(Reader):
+    def __init__(self):
+        super().__init__()
+        self.of_pixels = nn.BatchNorm2d(1).double()
+
+    def encode(self, pixels):
+        return self.tower(self.of_pixels(pixels))
+
+
+def test_batch_norm_in_training_mode_is_refused_also_for_equal_images():
+    """Their statistics are those of one image, but what is written to the running ones is not."""
+    batch = rows_of([[1, "a", 2, 4, 5], [1, "a", 3]])
+    with pytest.raises(RefusalError, match="batch norm in training mode"):
+        torch.compile(Normed(), backend="dta")(*batch)
+    model = Normed()
+    model.of_pixels.eval()
+    compiled = torch.compile(model, backend="dta", options={"codegen": "eager"})
+    assert_same(*(run(lambda f=f: f(*batch), model) for f in (compiled, model)))
+
+
+class Padded(Reader):
+    """Images `[B, n, 1, 4, 4]`, of which some are real."""
+
+    def encode(self, pixels):
+        return self.tower(pixels.flatten(0, 1)).unflatten(0, self.real.shape)[self.real]
+
+    def forward(self, ids, pixels, real):
+        self.real = real
+        return super().forward(ids, pixels)
+
+
+def padded_rows_of(layout):
+    ids, pixels = rows_of(layout)
+    numbers = (ids == IMAGE).sum(1) // PATCHES
+    real = torch.arange(3) < numbers[:, None]
+    return ids, pixels.new_zeros(*real.shape, 1, SIZE, SIZE).masked_scatter(real[..., None, None, None], pixels), real
+
+
+def test_rows_with_other_numbers_of_images():
+    """As many features as before do not belong to the same rows."""
+    model = Padded()
+    compiled = torch.compile(model, backend="dta", options={"codegen": "eager"})
+    equal = [[1, "a", "b", 2], [1, "a", "b", 3], [1, "c", "a", 2], [1, "c", "a", 4]]
+    others = [[1, "b", 2], [1, "b", 3], [1, "a", "c", "b", 2], [1, "a", "c", "b", 4]]
+    for batch in map(padded_rows_of, (equal, others)):
+        assert_same(*(run(lambda f=f, batch=batch: f(*batch), model) for f in (compiled, model)))
+
+
+def test_channels_of_images_in_a_list_are_no_media():
+    class Listed(Reader):
+        def encode(self, images):
+            return torch.cat([self.tower(image.diff(dim=0).pow(2).sum(0)[None, None]) for image in images])
+
+    model, (ids, pixels) = Listed(), rows_of([[1, "a", 2, "b"], [1, "b", 3]])
+    compiled = torch.compile(model, backend="dta", options={"codegen": "eager"})
+    images = [torch.cat([pixel * factor for factor in (1, 2, 4)]) for pixel in pixels]
+    assert_same(*(run(lambda f=f: f(ids, images), model) for f in (compiled, model)))
+
+
 def test_masks_over_entries_are_refused():
     class Entries(Reader):
         def forward(self, ids, pixels):

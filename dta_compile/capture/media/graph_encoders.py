@@ -20,7 +20,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -30,9 +31,10 @@ from torch import fx
 from dta_compile.capture.media.feature_cut import Cut
 from dta_compile.capture.media.insertions import insertions_of
 from dta_compile.integrations.fully_shard_by_layer import gather_all
-from dta_compile.passes.program import output_node
-from dta_compile.passes.symbols import expression, symbol_sources, symbolic
-from dta_compile.runtime.encoders.distinct_media import Features, Kept, encode_distinct, least
+from dta_compile.passes.graphs.source_lines import where
+from dta_compile.passes.program import all_nodes, name_of, output_node
+from dta_compile.passes.symbols import depends_on_data, expression, free_symbols, symbol_sources, symbolic
+from dta_compile.runtime.encoders.distinct_media import Features, Kept, dependence, encode_distinct, least
 from dta_compile.runtime.measure.budget import default_budget
 
 
@@ -61,13 +63,14 @@ class GraphEncoder:
         """Encode the distinct media among the inputs of the captured graph; arguments as in `encode_distinct`."""
         values = [args[number] for number in self.inputs]
         encode, works_for = functools.partial(self._encode, values), functools.partial(self._works_for, values)
-        return encode_distinct(encode, [values[i] for i in self.media], look, works_for, bytes_each, budget)
+        media = [values[i] for i in self.media]
+        return encode_distinct(encode, media, look, works_for, bytes_each, budget, are_counted=self._are_counted)
 
     def bytes_each(self, args: Sequence[Any]) -> float:
         """Run it on copies of one medium, as few as it takes; return about the bytes that autograd keeps for each."""
         values = [args[number] for number in self.inputs]
         media = [values[i] for i in self.media]
-        if not len(media[0]) or any(len(value) != len(media[0]) for value in media):
+        if not self._are_counted or not len(media[0]) or any(len(value) != len(media[0]) for value in media):
             return 0.0
         few = least(functools.partial(self._works_for, values), len(media[0]))
         weights = [v for i, v in enumerate(values) if isinstance(v, torch.Tensor) and i not in self.media]
@@ -77,8 +80,27 @@ class GraphEncoder:
         return kept.bytes / few
 
     @functools.cached_property
+    def _are_counted(self) -> bool:
+        """Whether the first size of its tensors counts media, of which each has as many features, whatever they hold.
+
+        A constant size may be that of anything, such as the channels of an image, unless each entry is read by itself.
+        """
+        media = [self._placeholders[i] for i in self.media]
+        counts = {medium: _shape(medium)[0] for medium in media}
+        reads = (read for medium, count in counts.items() if count.is_number for read in medium.users)
+        if not all(read.target is operator.getitem and isinstance(read.args[1], int) for read in reads):
+            return False
+        numbers = [sympy.Mul(*_shape(node)[:-1]) for node in output_node(self.module.graph).args[0]]
+        ratios = [sympy.cancel(number / count) for number in numbers for count in counts.values()]
+        return all(ratio.is_Integer or _is_of_others(ratio, counts.values()) for ratio in ratios)
+
+    @functools.cached_property
     def _traced(self) -> list[Any]:
-        return [node.meta["example_value"] for node in self.module.graph.find_nodes(op="placeholder")]
+        return [node.meta["example_value"] for node in self._placeholders]
+
+    @property
+    def _placeholders(self) -> list[fx.Node]:
+        return list(self.module.graph.find_nodes(op="placeholder"))
 
     def _encode(self, values: Sequence[Any], *media: torch.Tensor) -> Sequence[torch.Tensor]:
         """Run the encoder on other media than those of the call, and so with other sizes."""
@@ -105,6 +127,16 @@ class GraphEncoder:
         known = [guard for guard in guards if guard.free_symbols and guard.free_symbols <= sizes.keys()]
         least = all(size >= env.var_to_range[symbol].lower for symbol, size in sizes.items())
         return least and all(bool(guard.subs(sizes)) for guard in known)
+
+
+def _shape(node: fx.Node) -> tuple[sympy.Expr, ...]:
+    return tuple(map(expression, node.meta["example_value"].shape))
+
+
+def _is_of_others(ratio: sympy.Expr, counts: Iterable[sympy.Expr]) -> bool:
+    """Return whether a number of features per medium depends on sizes of media alone, not on how many there are."""
+    symbols = ratio.free_symbols
+    return bool(symbols) and not depends_on_data(ratio) and symbols.isdisjoint(free_symbols(counts))
 
 
 def _symbolic_sizes(value: Any) -> list[torch.SymInt]:
@@ -181,6 +213,15 @@ def without_encoders(module: fx.GraphModule) -> EncodedMedia | None:
     for media, tables in of_media.items():
         features = [cut.features[number] for number in tables]
         before, inputs, _ = cut.before({node: cut.reads[node] for node in features})
+        _refuse_batch_norm(before)
         own = [i for i, number in enumerate(inputs) if placeholders[number] in media]
         encoders.append(GraphEncoder(before, inputs, own, tables))
     return EncodedMedia(cut.remaining()[0], encoders)
+
+
+def _refuse_batch_norm(encoder: fx.GraphModule) -> None:
+    """Refuse statistics of a batch. Equal images have those of one, but another unbiased variance is written."""
+    for node in all_nodes(encoder):
+        is_told = True in (*node.args[5:6], node.kwargs.get("training"), node.kwargs.get("use_input_stats"))
+        if is_told and (name_of(node) == "batch_norm" or (name_of(node) == "instance_norm" and any(node.args[1:2]))):
+            raise dependence(where(node), "batch norm in training mode, which reads all images of a batch")

@@ -59,12 +59,12 @@ def lm_head(program: Program) -> None:
     _replace_crosses(readings)
     for linear in layers:
         reductions = Reading(linear, trained).reductions if readings[linear] else []
-        tops = [reduction for reduction in reductions if reduction.node.target in TOPS]
-        for top in tops:
-            _Fusion(linear, top.meaning.scaling, [top]).replace_top()
-        if tops:
+        if linear in ancestors(_operands(reductions)):
+            continue
+        while tops := [reduction for reduction in reductions if reduction.node.target in TOPS]:
+            _Fusion(linear, tops[0].meaning.scaling, tops[:1]).replace_top()
             reductions = Reading(linear, trained).reductions
-        if reductions and linear not in ancestors(_operands(reductions)):
+        if reductions:
             for scaling in dict.fromkeys(reduction.meaning.scaling for reduction in reductions):
                 own = [reduction for reduction in reductions if reduction.meaning.scaling == scaling]
                 _Fusion(linear, scaling, own).replace()
@@ -272,7 +272,7 @@ class _Fusion:
         self.rows = self._call(aten.sym_size.int, hidden, 0)
         (labels, columns), scaling = self._labels(), self.scaling
         temperature = self._divisor(scaling.steps) if scaling.steps else None
-        outer = self._divisor(scaling.outer) if scaling.outer is not None else None
+        outer = self._finite(self._divisor(scaling.outer)) if scaling.outer is not None else None
         bias = None if scaling.bias is None else self._before_cast(scaling.bias)
         return Head(hidden, self._weight(weight), bias, temperature, labels, outer), columns
 
@@ -296,6 +296,11 @@ class _Fusion:
         for divides, value in tensors:
             result = self._call(aten.mul.Tensor if divides else aten.div.Tensor, result, value)
         return result
+
+    def _finite(self, divisor: fx.Node) -> fx.Node:
+        """Replace an infinite divisor, which a product with zero amounts to, by the largest number: inf * 0 is NaN."""
+        most = torch.finfo(self.dtype).max
+        return self._call(aten.clamp.default, divisor, -most, most)
 
     def _per_row(self, scale: fx.Node) -> fx.Node:
         is_one = all(isinstance(size, int) for size in scale.meta["val"].shape)

@@ -126,6 +126,7 @@ def encode_distinct(
     works_for: Callable[[int], bool] = lambda count: True,
     bytes_each: float = 0.0,
     budget: float = math.inf,
+    are_counted: bool = True,
 ) -> Features:
     """Encode each distinct medium once.
 
@@ -137,12 +138,13 @@ def encode_distinct(
         bytes_each: about the activations of a medium that autograd keeps; 0 if it keeps none.
         budget: bytes of activations that may be kept. If they need more, groups of media that need no more, or are as
             small as the encoder takes, are encoded, and again in the backward.
+        are_counted: the first size of the tensors is a number of media; if not, the batch is one medium.
 
     Raises:
         RefusalError: features of a medium depend on the other media of the batch.
     """
     count = len(media[0])
-    if count == 0 or any(len(value) != count or value.requires_grad for value in media):
+    if not are_counted or count == 0 or any(len(value) != count or value.requires_grad for value in media):
         made = encoder(*media)
         rows = [_range(value, value.numel() // value.shape[-1]) for value in made]
         return Features([*map(as_table, made)], rows, min(count, 1), min(count, 1), 1)

@@ -72,7 +72,7 @@ def batch_of(names: Sequence[str], tensors: Tensors, shared: Sequence[str], is_p
     Args:
         names: name of the method's parameter for each tensor; empty for a tensor that it only passes on.
         shared: names of arguments that belong to all units.
-        is_padded: images are `[rows, images, ...]`, where rows with fewer images have zeros, which are left out.
+        is_padded: images may be `[rows, images, 3, H, W]`, where rows with fewer images have zeros, which are left out.
     """
     own = {name: tensor for name, tensor in zip(names, tensors, strict=True) if name not in ("", *shared)}
     # A list of tensors has no common dimension of units, and a tensor that is only passed on may have any.
@@ -86,7 +86,9 @@ def batch_of(names: Sequence[str], tensors: Tensors, shared: Sequence[str], is_p
     grid = next((tensor for name, tensor in own.items() if name.endswith("grid_thw")), None)
     if grid is not None:
         count, rows = len(grid), grid.prod(-1).tolist()
-    elif is_padded:  # [B, n, 3, H, W]
+    elif is_padded and own["pixel_values"].dim() == 5:
+        if any(tensor.dim() < 3 for tensor in own.values()):
+            return None  # what says which images are real, instead of zeros
         own = {name: tensor.flatten(0, 1)[:, None] for name, tensor in own.items()}
         is_image = own["pixel_values"].flatten(1).any(-1)
         own = {name: tensor[is_image] for name, tensor in own.items()}

@@ -195,7 +195,7 @@ def soft_cap(logits, labels):
 
 def soft_cap_of_the_token(logits, labels):
     capped = 20 * (0.05 * logits).tanh()
-    return both(capped * (1 + labels % 3)[..., None].double(), labels)
+    return both(capped * (labels % 3)[..., None].double(), labels)
 
 
 def smoothed(logits, labels):
@@ -640,6 +640,18 @@ def test_heads_that_read_results_of_each_other():
     model = WithSecondHead().requires_grad_(False)  # a scale with a gradient is not fused
     model.second.requires_grad_(True)
     assert len(heads_of(compare(model, at_each_others_best, outputs=2))) == 2
+
+
+def test_logits_that_are_divided_by_their_largest(model):
+    def function(ids, mask, labels):
+        logits = model(ids, mask)
+        return (logits / logits.max(-1, keepdim=True).values).topk(3, -1).values
+
+    compiled = torch.compile(function, backend="dta", options={"chunk_size": 6, "codegen": "eager"})
+    arguments = BATCH.ids, BATCH.valid, BATCH.extras["labels"]
+    with torch.no_grad():
+        found, expected = (call(*arguments)[BATCH.valid] for call in (compiled, function))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_scoring(model):

@@ -278,7 +278,7 @@ def _register(rule: Rule, *ops: Any) -> None:
 
 
 _register(pointwise, *CASTS, *COPIES, *MASKED_FILLS, aten.where.self)
-_register(pointwise, aten.contiguous.default, aten.copy.default, aten.fill.Scalar, aten.fill.Tensor)
+_register(pointwise, aten.contiguous.default, aten.copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.zero.default)
 _register(pointwise, aten.hardswish.default, aten._prelu_kernel.default, aten.complex.default, aten.polar.default)
 _register(pointwise, aten._conj.default, aten._conj_physical.default, aten.resolve_conj.default, aten.real.default)
 _register(

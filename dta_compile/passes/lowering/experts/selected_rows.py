@@ -382,7 +382,7 @@ class _Spreading:
         alpha = {"alpha": node.kwargs["alpha"]} if "alpha" in node.kwargs else {}
         if slots:
             value, selected = self._of_slots(value), self.selected
-            value = call(self.graph, aten.add.Tensor, flat, value) if adds else value
+            value = call(self.graph, aten.add.Tensor, flat, value, **alpha) if adds else value
         elif adds:
             outside = call(self.graph, aten.logical_not.default, self._with_ones(selected, value))
             value = call(self.graph, aten.masked_fill.Scalar, value, outside, 0)

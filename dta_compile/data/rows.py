@@ -82,7 +82,10 @@ class RowReader:
                 kind = "rows of token ids" if len(keys) == 1 else f"rows of {' and '.join(keys)}"
                 return kind, [_of_tokens(row, keys, where)]
         if (key := _first(row, MESSAGES)) is not None:
-            return f"transcripts ({key})", self._of_messages(row, conversation(row[key], where), 0, where, number)
+            messages = conversation(row[key], where)
+            if isinstance(system := row.get("system"), str) and system and messages[0]["role"] != "system":
+                messages = [*conversation(system, where, role="system"), *messages]  # as ShareGPT's tables have it
+            return f"transcripts ({key})", self._of_messages(row, messages, 0, where, number)
         for pair in TEXT_PAIRS:
             if all(row.get(key) is not None for key in pair):
                 return f"rows of {pair[0]} and {pair[1]}", self._of_pair(row, pair, where, number)

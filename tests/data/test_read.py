@@ -75,6 +75,16 @@ def test_sharegpt_in_its_own_words(options, tmp_path):
         assert trained(found) == [["Seven.<|im_end|>\n"], ["None at all.<|im_end|>\n"]]
 
 
+def test_a_system_prompt_beside_the_messages(options, tmp_path):
+    rows = [
+        {"conversations": TALK[1:], "system": "Be brief."},
+        {"conversations": [say("system", "Be brief."), *TALK[1:]], "system": "Be long."},
+        {"conversations": [say("system", "Be brief."), *TALK[1:]]},
+    ]
+    beside, both, inside = (texts(read(write_lines(tmp_path / "talks.jsonl", [row]), options)) for row in rows)
+    assert beside == both == inside and "Be brief." in inside[0]
+
+
 def test_a_whole_transcript_trains_all_turns_also_where_the_template_changed_them(folder, tmp_path):
     path = write_lines(tmp_path / "talks.jsonl", [{"messages": TALK}])
     (kept,) = trained(read(path, ReadOptions(str(folder), str(folder / "keep.jinja"), turns="whole")))

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import random
-import time
 import uuid
 
 import numpy as np
@@ -170,10 +169,9 @@ def test_texts_tell_causes(left, right, cause):
     assert cause_of_text(Difference("", left, right, "")) == cause
 
 
-def test_a_long_rule_is_classified_at_once():
-    started = time.perf_counter()
-    assert cause_of_text(Difference("", "-" * 20_000, "-" * 10_000 + "x", "")) == "replaced"
-    assert time.perf_counter() - started < 2
+def test_a_long_rule_is_classified():
+    # A pattern that tries every start of a run of dashes anew takes hours.
+    assert cause_of_text(Difference("", "-" * 200_000, "-" * 100_000 + "x", "")) == "replaced"
 
 
 @pytest.mark.parametrize("sequences", [[], [[]], [[1, 2, 3]], [[1], [1], [1]], [[], [5], []]])

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dta_compile.errors import OptionError
+
 TURNS, LOSSES = ("each", "whole"), ("last", "all")
 
 
@@ -60,6 +62,9 @@ class ReadOptions:
         loss: train on the "last" assistant turn of a sample or on "all" of them; None: "last" for "each", "all" for
             "whole".
         split: name of the split to read from a folder with several.
+
+    Raises:
+        OptionError: `turns` or `loss` is none of these.
     """
 
     tokenizer: str | None = None
@@ -68,6 +73,12 @@ class ReadOptions:
     turns: str = "each"
     loss: str | None = None
     split: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in (("turns", TURNS), ("loss", (*LOSSES, None))):
+            if (value := getattr(self, name)) not in choices:
+                expected = ", ".join(map(repr, choices))
+                raise OptionError(f"bad value for {name}", expected=expected, got=repr(value))
 
     @property
     def trains_all(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from typing import Any, ClassVar
 
@@ -69,6 +69,10 @@ class Plan:
     rank: int = 0
     # Draws the page of `to_html`: `views.page_data.picture`, lent by `dta_compile/__init__.py`, as views know plans.
     picture: ClassVar[Callable[..., str]]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state to pickle or copy, with the reason in words: what explains it refers to other plans."""
+        return {**self.__dict__, "explain": partial(str, self.reason)}
 
     @cached_property
     def reason(self) -> str:

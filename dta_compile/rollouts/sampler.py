@@ -10,6 +10,7 @@ import numpy as np
 from dta_compile.errors import PlanError
 from dta_compile.plan.tree.lexicographic import IntArray
 from dta_compile.plan.tree.prefix_tree import PrefixTree
+from dta_compile.rollouts.tree import integer
 
 
 class PrefixSampler:
@@ -31,13 +32,15 @@ class PrefixSampler:
         epoch: number of the epoch that the next iteration yields.
 
     Raises:
-        PlanError: a step is not a number of batches for each rank, or sequences are no sequences of integers.
+        PlanError: an argument is no integer, a step is not a number of batches for each rank, or sequences are no
+            sequences of integers.
     """
 
     def __init__(
         self, sequences: Iterable[Any], rows: int, batch: int | None = None, ranks: int = 1, seed: int = 0
     ) -> None:
-        batch = rows // max(ranks, 1) if batch is None else batch
+        rows, ranks, seed = (integer(*given, None) for given in (("rows", rows), ("ranks", ranks), ("seed", seed)))
+        batch = rows // max(ranks, 1) if batch is None else integer("batch", batch, None)
         if min(rows, batch, ranks) < 1 or rows % (batch * ranks):
             raise PlanError(
                 "a step cannot be divided into batches",

@@ -67,7 +67,7 @@ class RolloutTree:
         max_staleness = _integer_or_none("max_staleness", max_staleness, 0)
         max_rollouts = _integer_or_none("max_rollouts", max_rollouts, 1)
         max_tokens = _integer_or_none("max_tokens", max_tokens, 1)
-        patience = _integer("patience", patience, 0)
+        patience = integer("patience", patience, 0)
         if np.dtype(dtype).kind not in "iu":
             raise PlanError("bad value for dtype", expected="a numpy integer type", got=repr(dtype))
         self.max_staleness, self.max_rollouts, self.max_tokens = max_staleness, max_rollouts, max_tokens
@@ -109,7 +109,7 @@ class RolloutTree:
         """
         try:
             deadline = _deadline(timeout if block else 0)
-            policy_version = _integer("policy_version", policy_version, None)
+            policy_version = integer("policy_version", policy_version, None)
             key = self._encode(tokens)
             with self._lock:
                 fork = self._pool.find_room(key) if not self._closed and not self._producers else None
@@ -156,10 +156,10 @@ class RolloutTree:
             WaitTimeoutError: no batch was due in time.
             TreeClosedError: the tree is closed and nothing is left in it.
         """
-        num_groups = _integer("num_groups", num_groups, 1)
+        num_groups = integer("num_groups", num_groups, 1)
         rows, tokens = _integer_or_none("rows", rows, 1), _integer_or_none("tokens", tokens, 1)
         if policy_version is not None or self.max_staleness is not None:
-            policy_version = _integer("policy_version", policy_version, None)
+            policy_version = integer("policy_version", policy_version, None)
         if seconds is not None and (not isinstance(seconds, numbers.Real) or not seconds >= 0):
             raise PlanError("bad value for seconds", expected="a number >= 0 or None", got=repr(seconds))
         if rows is None and tokens is None and seconds is None:
@@ -270,7 +270,7 @@ class RolloutTree:
         return max(self._last_batch, oldest) + seconds - self._clock()
 
 
-def _integer(name: str, value: object, least: int | None) -> int:
+def integer(name: str, value: object, least: int | None) -> int:
     """Return the value as an int; raise PlanError unless it is an integer of at least `least`."""
     number = as_integer(value)
     if number is None or (least is not None and number < least):
@@ -280,7 +280,7 @@ def _integer(name: str, value: object, least: int | None) -> int:
 
 
 def _integer_or_none(name: str, value: object, least: int | None) -> int | None:
-    return None if value is None else _integer(name, value, least)
+    return None if value is None else integer(name, value, least)
 
 
 def _deadline(timeout: float | None) -> float:

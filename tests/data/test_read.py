@@ -270,6 +270,12 @@ def test_a_missing_tokenizer_package_is_named(tmp_path, monkeypatch):
         read(write_lines(tmp_path / "a.jsonl", [{"messages": TALK}]), ReadOptions("any"))
 
 
+@pytest.mark.parametrize("given", [{"turns": "eech"}, {"loss": "lst"}, {"turns": None}])
+def test_options_of_readers_are_checked(given):
+    with pytest.raises(OptionError, match=f"bad value for {next(iter(given))}"):
+        ReadOptions(**given)
+
+
 def test_an_empty_file_has_no_sequences_and_an_empty_folder_is_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     assert read(str(tmp_path / "empty.jsonl")).sequences == []

@@ -1,5 +1,6 @@
 import json
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -52,6 +53,13 @@ def test_kv_alone_is_kept_within_a_small_budget():
     assert (made.stats.peak_stored_tokens, without.stats.peak_stored_tokens) == (3, 0)
     assert made.stats.tokens_forwarded_twice < without.stats.tokens_forwarded_twice
     assert "3 with KV alone kept" in str(made)
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_plan_can_be_sent_to_another_process(ranks):
+    made = plan(SHARED, ranks=ranks)
+    sent = pickle.loads(pickle.dumps(made))
+    assert (str(sent), sent.schedule, sent.scalars()) == (str(made), made.schedule, made.scalars())
 
 
 def test_estimates_are_shown_as_far_as_they_are_known():

@@ -68,6 +68,10 @@ def test_steps_that_cannot_be_divided_are_errors():
     for rows, batch, ranks in ((0, None, 1), (6, 4, 1), (6, 2, 2), (4, 1, 0)):
         with pytest.raises(PlanError, match="a step cannot be divided into batches"):
             PrefixSampler(ROWS, rows, batch, ranks)
+    for sizes in ((4.0,), ("4",), (4, 2.0), (4, 2, True), (4, 2, 1, 0.5)):
+        with pytest.raises(PlanError, match=r"bad value for (rows|batch|ranks|seed)"):
+            PrefixSampler(ROWS, *sizes)
+    assert [*PrefixSampler(ROWS, np.int64(4), seed=np.int64(3))] == [*PrefixSampler(ROWS, 4, seed=3)]
 
 
 def test_rows_of_a_data_set_are_read_by_their_columns():

@@ -52,12 +52,13 @@ class Logic(Formulas):
     def _applied(self, term: Apply) -> Value:
         name = term.name
         if term.op is RANKED:
+            value = self.value(term.args[0])
             if any(map(self._is_biased, term.operands)):
                 self._biased.add(term)
-            return self.value(term.args[0])
+            return value
         if name in SELECTIONS:
             condition, value, other = term.args if name == "where" else (term.args[1], term.args[2], term.args[0])
-            return self._selected(term, self.boolean(condition), value, other)
+            return self._selected(term, condition, value, other)
         if name in NOT and (name == "logical_not" or term.dtype is torch.bool):
             return z3.Not(self.boolean(term.args[0]))
         if name in (*AND, *OR, *XOR) and (name.startswith("logical") or term.dtype is torch.bool):
@@ -78,12 +79,14 @@ class Logic(Formulas):
             return self.value(arg)
         return case(arg) if isinstance(arg, (int, float)) and not isinstance(arg, bool) else arg
 
-    def _selected(self, term: Apply, condition: z3.BoolRef, *branches: Any) -> Value:
-        if any(self._is_biased(arg) for arg in term.operands):
-            self._biased.add(term)
+    def _selected(self, term: Apply, where: Term, *branches: Any) -> Value:
+        # Branches first: what is assumed of an input there (zero or one) makes a condition on it known.
         one, other = (
             self._cases_in_dtype(term, self._formula_in_dtype(term, arg, self._operand(arg))) for arg in branches
         )
+        condition = self.boolean(where)
+        if any(self._is_biased(arg) for arg in term.operands):
+            self._biased.add(term)
         if term.dtype is torch.bool:
             return z3.If(condition, boolean(one), boolean(other))
         if is_formula(one) or is_formula(other):

@@ -130,6 +130,16 @@ def without_infinite_scores(model, q, k, v, pairs):  # Differential Transformer,
     return (scores.nan_to_num(nan=7.0, neginf=-1e9).softmax(-1) @ v).transpose(1, 2)
 
 
+def written_by_a_mask(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    scores = q @ k.mT
+    scores[..., hidden] = -torch.inf
+    weights = scores.softmax(-1).clone()
+    weights[:, :, hidden] = 0
+    return (weights @ v).transpose(1, 2)
+
+
 def by_numbers_of_other_dtypes(model, q, k, v, pairs):
     q, k, v = by_heads(q, k, v)
     rounded, cut_off = torch.full((), 0.3, dtype=torch.bfloat16), torch.full((), 2.7).int()
@@ -145,7 +155,7 @@ def less_one(model, q, k, v, pairs):
 
 def test_what_is_done_to_scores():
     ways = with_a_buffer, gated, with_sinks, with_sinks_in_front, with_a_scale_a_head, with_alibi
-    ways += divided_after_the_mask, less_one, without_infinite_scores, by_numbers_of_other_dtypes
+    ways += divided_after_the_mask, less_one, without_infinite_scores, by_numbers_of_other_dtypes, written_by_a_mask
     assert_equals_eager(WrittenLM(*ways), shared_ids(4, 9))
 
 
@@ -254,6 +264,11 @@ def by_masked_exponentials(scores):
     return powers / powers.sum(-1, keepdim=True)
 
 
+def by_masked_exponentials_and_a_little(scores):
+    powers = scores.exp() * torch.ones(scores.shape[-2:]).tril()
+    return powers / (powers.sum(-1, keepdim=True) + 1e-6)
+
+
 def by_filled_exponentials(scores):
     powers = scores.exp().masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), 0.0)
     return powers / powers.sum(-1, keepdim=True)
@@ -278,7 +293,8 @@ def test_softmaxes_that_are_written_out():
 
     every = [by_exponentials, by_exponentials_of_both, by_logarithms, lambda scores: scores.log_softmax(-1).exp()]
     ways = [way(one) for one in every]
-    ways += [way(one, lambda q, k: q @ k.mT) for one in (by_masked_exponentials, by_filled_exponentials)]
+    masked = by_masked_exponentials, by_filled_exponentials, by_masked_exponentials_and_a_little
+    ways += [way(one, lambda q, k: q @ k.mT) for one in masked]
     compiled = assert_equals_eager(WrittenLM(*ways), shared_ids(4, 9))
     assert dta_compile.last_plan(compiled).stats.compression > 1
 

@@ -109,6 +109,7 @@ def lower(program: Program) -> None:
     replace_same_entries(graph, trained)
     multiply_unrepeated(graph)
     multiply_by_experts(graph)
+    select_masked_writes(graph)
     unrecognised = recognise_attention(graph, weights)
     if unrecognised is not None and not mixer_calls(graph):
         raise unrecognised
@@ -116,7 +117,6 @@ def lower(program: Program) -> None:
     undo_row_loops(graph)
     unsort_slots(graph)
     spread_selected_rows(graph, weights)
-    select_masked_writes(graph)
     _forget_counts(program, graph)
     join_tokens(graph, trained)
     pair_next_tokens(graph, trained)

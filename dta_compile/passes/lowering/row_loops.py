@@ -18,6 +18,7 @@ from torch import fx
 from dta_compile.passes.graphs.arguments import argument, select_of
 from dta_compile.passes.graphs.nodes import call, erase_unused, raised, replace_nodes
 from dta_compile.passes.graphs.operators import ALONG_DIMENSIONS, UNARY, aten
+from dta_compile.passes.symbols import sizes
 
 
 def undo_row_loops(graph: fx.Graph) -> None:
@@ -87,9 +88,13 @@ def select_masked_writes(graph: fx.Graph) -> None:
 
 
 def _selection(node: fx.Node) -> fx.Node | None:
+    if node.target is aten.slice_scatter.default and sizes(node) == sizes(node.args[1]):
+        return node.args[1]  # writes all entries, as `x[:, mask] = value` does behind its selection
     if node.target is not aten.index_put.default:
         return None
     target, indices, value = node.args[:3]
+    while target.target is aten.slice.Tensor and sizes(target) == sizes(target.args[0]):
+        target = target.args[0]
     *before, mask = indices
     if mask is None or any(index is not None for index in before):
         return None

@@ -60,6 +60,13 @@ def additive(ids, padding, dtype=torch.float64):
     return bias.masked_fill(hidden, least)
 
 
+def expanded(ids, padding):
+    """A sum of a causal mask and an inverted padding mask that is filled where it is not zero, as OPT and BLOOM had."""
+    least = torch.finfo(torch.float64).min
+    inverted = 1.0 - padding[:, None, None, :].expand(len(ids), 1, *(2 * ids.shape[1:])).double()
+    return inverted.masked_fill(inverted.bool(), least) + torch.full((ids.shape[1],) * 2, least).triu(1).double()
+
+
 def kept_finite(ids, padding):
     """A sum of both masks, of which what is minus infinity is raised, as OLMo and MPT have it."""
     least = torch.finfo(torch.float32).min
@@ -235,6 +242,7 @@ CLASSES = {
         [0, 0],
     ),
     "as transformers once had it": (additive, [(IDS, MASK), (IDS, LEFT)], "real tokens", [0, 0]),
+    "expanded": (expanded, [(IDS, MASK), (IDS, LEFT)], "real tokens", [0, 0]),
     "low precision": (lambda ids, mask: additive(ids, mask, torch.float16).double(), [(IDS, MASK)], "real tokens", [0]),
     "a buffer": (lambda ids, table: table[: ids.shape[1], : ids.shape[1]], [(IDS, TABLES["tril"])], "", [0]),
     "a buffer of -inf": (

@@ -248,7 +248,7 @@ class Scores:
         """Apply the effect of a node whose operand `source` is the softmax weights, of `dims`; raises `Mismatch`."""
         gate = self._other(node, source) if node.target is aten.mul.Tensor else self._kept(node, source)
         is_alike = isinstance(gate, fx.Node) and has_tensor(gate) and sizes(node) == sizes(source)
-        if not is_alike or len(sizes(gate)) > len(dims) or self.sinks is not None:
+        if not is_alike or len(sizes(gate)) > len(dims):
             raise Mismatch(f"{node.target} of the weights that a softmax gives")
         self.gates.append(Arranged.within(gate, dims))
 

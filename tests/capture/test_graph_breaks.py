@@ -1,5 +1,6 @@
 """What Dynamo would end a graph at runs over the tree, and a model or a call that does not is said to."""
 
+import functools
 import logging
 import warnings
 
@@ -85,15 +86,18 @@ def test_embeddings_are_asked_for_gradients_by_a_hook():
     check(model)
 
 
-def test_warnings_and_log_lines_end_no_graph():
+def test_warnings_and_log_lines_end_no_graph(monkeypatch):
     class Tells(BareLM):
         def forward(self, ids):
             warnings.warn("of the model", FutureWarning, stacklevel=2)
             if logger.isEnabledFor(logging.INFO):
                 logger.info("%s tokens", ids.shape[1])
             logger.debug("and more")
+            logger.warning_once("a method that a package adds")
             return super().forward(ids)
 
+    once = functools.lru_cache(logging.Logger.warning)
+    monkeypatch.setattr(logging.Logger, "warning_once", once, raising=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         check(Tells())

@@ -167,6 +167,24 @@ class Masked(ModelOutput):
     used: torch.Tensor | None = None
 
 
+def test_vectors_beside_features_are_others():
+    """As those of Ovis 2 for the tokens around an image, which a model reads, but not what its encoder keeps."""
+
+    @dataclasses.dataclass
+    class Output(Masked):
+        hidden_states: torch.Tensor | None = None
+
+    class Indicating(Model):
+        def get_image_features(self, pixel_values, **others):
+            features = super().get_image_features(pixel_values).pooler_output
+            return Output(features, self.layer.weight if self.make else None, features)
+
+    for make in (None, lambda features: features):
+        encoder, tensors = encoder_of(Indicating(make), {"pixel_values": torch.randn(2, 3, dtype=torch.float64)})
+        encoder.learn(tensors)
+        assert encoder.form.has_others == (make is not None)
+
+
 def test_features_that_a_mask_selects():
     """Of sounds `[N, 3]` by their lengths, as those of Gemma 4."""
 

@@ -37,11 +37,8 @@ from dta_compile.torch_compat.sizes import SymT, symbol_is_type
 
 SELECTIONS = "capture_dynamic_output_shape_ops"  # setting of Dynamo: sizes may depend on data
 IGNORED = "ignore_logging_functions"  # setting of Dynamo: functions whose calls it leaves out
-MESSAGES = (
-    warnings.warn,
-    *(logging.Logger.debug, logging.Logger.info, logging.Logger.warning, logging.Logger.error, logging.Logger.critical),
-    *(logging.Logger.exception, logging.Logger.log, logging.Logger.isEnabledFor),
-)
+# Beginnings of names of methods that log, also of those that packages add (transformers' `warning_once`).
+LOGS = ("debug", "info", "warn", "error", "critical", "exception", "log")
 
 
 class _BadOption(ShortenTraceback):
@@ -142,7 +139,9 @@ def _ignoring_messages() -> contextlib.AbstractContextManager[Any]:
     """Leave warnings and log lines of the model out of a trace, since Dynamo would end the graph there."""
     if not hasattr(dynamo_config, IGNORED):  # a torch that cannot
         return contextlib.nullcontext()
-    return dynamo_config.patch({IGNORED: {*getattr(dynamo_config, IGNORED), *MESSAGES}})
+    methods = {method for name, method in vars(logging.Logger).items() if name.startswith(LOGS) and callable(method)}
+    messages = {warnings.warn, logging.Logger.isEnabledFor, *methods}
+    return dynamo_config.patch({IGNORED: {*getattr(dynamo_config, IGNORED), *messages}})
 
 
 @contextlib.contextmanager

@@ -140,7 +140,7 @@ def _encoded(self: Any, method: Callable[..., Any], args: tuple[Any, ...], kwarg
     """Return what a method returns, with the features of all units together; Dynamo traces this.
 
     A call in a checkpoint, or with arguments of other types, is left to run as it is between two graphs: the values
-    that its tensors have in the call that is being compiled are not known. So is one that returns other integers.
+    that its tensors have in the call that is being compiled are not known. So is one that returns other tensors.
     """
     tensors: list[torch.Tensor] = []
     positional = tuple([constant(value, tensors) for value in args])

@@ -18,7 +18,7 @@ from dta_compile.passes.axes.refusals import mixing_refusal
 from dta_compile.passes.axes.shape_rules import factors
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import SizeNodes, call, erase_unused, is_item, may_have_gradient
-from dta_compile.passes.graphs.operators import DROPOUTS, MATRIX_PRODUCTS, aten
+from dta_compile.passes.graphs.operators import MATRIX_PRODUCTS, aten
 from dta_compile.passes.graphs.source_lines import where
 from dta_compile.passes.graphs.storage import owner, view_source
 from dta_compile.passes.graphs.subgraph import bytes_per_token, cheapest_cut, is_per_token
@@ -45,7 +45,6 @@ def regions(program: Program) -> None:
         value = program.values[node]
         if isinstance(value, Mixed) and node in before_last_mixer:
             raise mixing_refusal(value)
-    _refuse_dropout(program, live)
     candidates = [node for node in live if is_per_token(program.values[node]) and node not in views]
     weights = {node for node in program.parameter_dependent if _is_weight(program, node)}
     outputs = {node for node in program.outputs if isinstance(node, fx.Node)}
@@ -154,13 +153,6 @@ def _has_tokens(program: Program, node: fx.Node) -> bool:
     is_mixed = has_tensor(node) and isinstance(program.values.get(node), Mixed)
     symbols = program.tokens.free_symbols if program.tokens is not None else set()
     return is_mixed and any(symbols & size.free_symbols for size in sizes(node))
-
-
-def _refuse_dropout(program: Program, live: list[fx.Node]) -> None:
-    """Refuse dropout after the last attention, too: a dropped logit would differ between rollouts that share it."""
-    for node in live:
-        if node.target in DROPOUTS and isinstance(mixed := program.values[node], Mixed) and mixed.node is node:
-            raise mixing_refusal(mixed)
 
 
 def _is_weight(program: Program, node: fx.Node) -> bool:

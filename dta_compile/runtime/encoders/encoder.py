@@ -18,7 +18,7 @@ from dta_compile.errors import RefusalError
 from dta_compile.integrations import checkpoint_flags
 from dta_compile.runtime.encoders.distinct_media import Kept, dependence
 from dta_compile.runtime.encoders.method_calls import Arguments, MethodCall, call_of
-from dta_compile.runtime.encoders.outputs import FIELDS, HIDDEN, Form, features_in, form_of, is_of_integers, with_mask
+from dta_compile.runtime.encoders.outputs import FIELDS, HIDDEN, UNREAD, Form, features_in, form_of, with_mask
 from dta_compile.runtime.encoders.trial import Trial, WeightReads, is_batch_norm, modules_called
 from dta_compile.runtime.encoders.units import Batch, Tensors, batch_of
 from dta_compile.runtime.measure.budget import default_budget
@@ -124,9 +124,9 @@ class Encoder(MethodCall):
         named = self.module.named_parameters(remove_duplicate=False)
         weights = tuple(name for name, weight in named if id(weight) in others)
         self.is_trained = any(weight.requires_grad for weight in (reads.weights | inside).values())
-        known = dict(fields)
+        known = {*dict(fields), *UNREAD}
         items = output.items() if isinstance(output, Mapping) else ()
-        has_others = any(is_of_integers(value) and name not in known for name, value in items)
+        has_others = any(isinstance(value, torch.Tensor) and name not in known for name, value in items)
         self._form = Form(type(output), fields, widths, tuple(outermost), weights, has_others)
         self._one_by_one = bool(fields) and fields[0][1] == ("tensor", 0)
         self._bytes_per_row = None

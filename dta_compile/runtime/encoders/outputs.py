@@ -11,6 +11,7 @@ import torch
 # Fields of a method's output that hold features, and whether the items of the outermost list are levels, not units.
 FIELDS = (("pooler_output", False), ("deepstack_features", True))
 HIDDEN = "last_hidden_state"  # holds the features of encoders of sounds, alone or as "pooler_output"
+UNREAD = (HIDDEN, "hidden_states", "attentions")  # of the encoder itself, which models do not read beside features
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Form:
         widths: by feature tensor `[n, D]`, its D, dtype and device.
         modules: names of the outermost submodules that the method calls.
         weights: names of the model's parameters that the method reads otherwise.
-        has_others: a field is neither features nor the mask of those that are used.
+        has_others: a field is neither features nor the mask of those that are used (Ovis 2: vectors of other tokens).
     """
 
     returned: type

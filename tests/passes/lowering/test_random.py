@@ -65,6 +65,7 @@ def before_and_after(model, ids):
     late = torch.rand(len(ids), dtype=torch.float64)
     normal, uniform = torch.empty_like(logits).normal_(), logits.new_empty(ids.shape).uniform_()
     masked = RandomMask.apply(sums) * torch.rand(ids.shape, dtype=torch.float64)
+    masked = masked + model.head(F.dropout(hidden, 0.3)).logsumexp(-1)
     picked = [logits.gather(-1, index[..., None])[..., 0] for index in (labels, sampled)]
     return [*picked, sums[order], kept * sums, gumbel, in_region * late, (logits * normal).sum(-1) * uniform, masked]
 

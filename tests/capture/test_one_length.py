@@ -126,6 +126,18 @@ def test_every_length_has_a_program_which_is_said_once_with_the_line(caplog):
     assert len(engines) == 2
 
 
+def test_the_line_is_that_of_a_loop_over_a_loss_mask_of_one_token_less(caplog):
+    model = BareLM()
+
+    def loss(ids, mask):
+        values = model(ids)[:, :-1].logsumexp(-1) * mask
+        return sum(values[:, i] * 0.9**i for i in range(mask.shape[1]))
+
+    with caplog.at_level(logging.WARNING, "dta_compile"):
+        torch.compile(loss, backend="dta", options=OPTIONS)(shared_ids(3, 7), torch.ones(3, 6, dtype=torch.float64))
+    assert "for i in range(mask.shape[1])" in caplog.text
+
+
 def test_as_many_rows_as_tokens_and_features():
     check(Looping(), WIDTH, batch=WIDTH)
 

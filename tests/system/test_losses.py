@@ -102,6 +102,18 @@ def test_cross_entropy_alone(model, name):
     assert numbers <= 2
 
 
+def test_cross_entropy_of_several_heads_in_front_of_the_tokens(model):
+    """Codebooks, `[B, K, S, V]`: flattened labels lie otherwise in the memory of a chunk than in that of the batch."""
+
+    def loss(ids):
+        hidden = model.hidden(ids)
+        logits = torch.stack([model.head(hidden), model.head(2 * hidden)], 1)
+        labels = torch.stack([ids.roll(-1, 1), ids.roll(-2, 1)], 2)
+        return F.cross_entropy(logits.flatten(0, 2), labels.transpose(1, 2).flatten())
+
+    check(model, loss, IDS)
+
+
 def test_labels_do_not_split_prefixes(model):
     def loss(ids, labels):
         return F.cross_entropy(model(ids).transpose(1, 2), labels)

@@ -53,6 +53,17 @@ def test_entries_taken_along_a_dimension_leave_sizes_free(take, model):
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_the_last_token_by_one_hot_leaves_sizes_free(model):
+    def function(ids, last):
+        return ((model(ids) * F.one_hot(last, ids.shape[1])[..., None]).sum(1),)
+
+    compiled = compiled_function(function)
+    counters.clear()
+    for rows, tokens in ((5, 9), (4, 11), (3, 6)):
+        assert_equals_eager(function, compiled, model, shared_ids(rows, tokens), torch.arange(rows) + 1)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 def test_numbers_of_sizes_are_as_precise_as_eagers(model):
     """Times a boolean or an integer, a float is one of the default dtype. No number widens a tensor of one number."""
     model.gain = torch.nn.Parameter(torch.tensor(0.5), requires_grad=False)

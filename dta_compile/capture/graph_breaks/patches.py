@@ -1,6 +1,6 @@
 """Avoid unnecessary graph breaks of Dynamo: a symbolic `is_causal`, `requires_grad_()` of a result, `tolist()`,
 `assert x.item() < n`, `type(weight).__module__`, a comparison with a causal mask in `torch.nn.TransformerEncoder`, and
-branches that are skipped where no rows are selected. And a graph for every size, by `take_along_dim`.
+branches that are skipped where no rows are selected. And a graph for every size, by `take_along_dim` and `one_hot`.
 
 `backend.py` patches Dynamo once, on import; only traces for this backend are affected.
 """
@@ -49,7 +49,7 @@ def avoid() -> None:
         (TensorVariable, "method_item", _tracing_item),
         (TensorVariable, "call_method", _tracing_sizes),
         (GetAttrVariable, "call_method", _naming_modules),
-        (TorchInGraphFunctionVariable, "call_function", _function_along_dim),
+        (TorchInGraphFunctionVariable, "call_function", _function_of_sizes),
         (TensorVariable, "call_method", _method_along_dim),
         (InstructionTranslatorBase, "step", selected_branches.taking_branches),
         (SideEffects, "mutation", selected_branches.noting_mutations),
@@ -92,10 +92,13 @@ def _naming_modules(call: Callable[..., Any], self: Any, tx: Any, name: str, arg
 
 
 @as_wrapper
-def _function_along_dim(call: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Trace `torch.take_along_dim` by our definition."""
-    if self.value is torch.take_along_dim and "out" not in kwargs and frames.is_ours(tx.output.compiler_fn):
-        return VariableTracker.build(tx, _take_along_dim).call_function(tx, args, kwargs)
+def _function_of_sizes(call: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Trace `torch.take_along_dim`, and `one_hot` with a symbolic number of classes, by our definitions."""
+    given = [*args, *kwargs.values()]
+    is_along_dim = self.value is torch.take_along_dim and "out" not in kwargs
+    is_of_tokens = self.value is torch.nn.functional.one_hot and any(isinstance(arg, SymNodeVariable) for arg in given)
+    if (is_along_dim or is_of_tokens) and frames.is_ours(tx.output.compiler_fn):
+        return VariableTracker.build(tx, _take_along_dim if is_along_dim else _one_hot).call_function(tx, args, kwargs)
     return call(self, tx, args, kwargs)
 
 
@@ -118,6 +121,11 @@ def _take_along_dim(input: torch.Tensor, indices: torch.Tensor, dim: int | None 
     input = input.expand(*shared[:axis], input.shape[axis], *shared[axis + 1 :])
     indices = indices.expand(*shared[:axis], indices.shape[axis], *shared[axis + 1 :])
     return input.gather(axis, indices % input.shape[axis])
+
+
+def _one_hot(input: torch.Tensor, num_classes: int) -> torch.Tensor:
+    """Compute `torch.nn.functional.one_hot` as torch traces it, but for its argument, which is a constant there."""
+    return (input[..., None] == torch.arange(num_classes, device=input.device)).long()
 
 
 @as_wrapper

@@ -7,6 +7,7 @@ with the node and the reason, so that later refusals can name the operator and t
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -115,11 +116,15 @@ def _find_axes(program: Program) -> None:
 
 
 def _line_of_constant(call: fx.Node, size: sympy.Expr) -> str | None:
-    """Return the user's line of the guard that made a size of the inputs this number; None if there is none."""
-    for guard in call.args[0].meta["val"].fake_mode.shape_env.guards:
+    """Return the user's line of the guard that made a size of the inputs this number; None if there is none.
+
+    Next come guards on inputs with one token less, such as log-probs of labels, to which a loss ties the others.
+    """
+    guards = call.args[0].meta["val"].fake_mode.shape_env.guards
+    for own, guard in itertools.product((size, size - 1), guards):
         symbols = guard.expr.free_symbols
         if isinstance(guard.expr, sympy.Eq) and len(symbols) == 1:
-            holds_for = [guard.expr.subs(dict.fromkeys(symbols, size * times)) == sympy.true for times in (1, 2, 3, 16)]
+            holds_for = [guard.expr.subs(dict.fromkeys(symbols, own * times)) == sympy.true for times in (1, 2, 3, 16)]
             if holds_for == [True, False, False, False]:
                 return guard.sloc.maybe_user_loc
     return None

@@ -21,7 +21,7 @@ from dta_compile.ops.mixer import has_several_results
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.arguments import dim_of, operand_dims
 from dta_compile.passes.graphs.nodes import erase_unused, is_uniform
-from dta_compile.passes.graphs.operators import OF_TWO_TENSORS, SQUEEZES, TAKE_A_SHAPE, aten
+from dta_compile.passes.graphs.operators import OF_TWO_TENSORS, RESHAPES, SQUEEZES, TAKE_A_SHAPE, aten
 from dta_compile.passes.graphs.source_lines import inherit_line, where
 from dta_compile.passes.graphs.subgraph import add_call, copied, graph_module
 from dta_compile.passes.program import ChunkInput, Program, has_tensor
@@ -176,10 +176,11 @@ class _Builder:
         if node in self.layers:
             self.copies[node] = self._mixed(node)
         elif node.target in TAKE_A_SHAPE and self._is_per_token(node):
-            source = self._read(node.args[0], in_head, node)
-            self.copies[node] = self._call(
-                node.target, (source, self._chunk_shape(self.program.layout(node), node.meta["val"].shape, in_head))
-            )
+            source, layout = self._read(node.args[0], in_head, node), self.program.layout(node)
+            # Rows of an input lie otherwise in memory than in the batch, so that a view cannot flatten all of them.
+            target = aten.reshape.default if layout.has_flat and node.target in RESHAPES else node.target
+            shape = self._chunk_shape(layout, node.meta["val"].shape, in_head)
+            self.copies[node] = self._call(target, (source, shape))
         elif node.target in SQUEEZES and self._is_per_token(node):
             self.copies[node] = self._squeeze(node, self._read(node.args[0], in_head, node))
         elif self._is_token_window(node):

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 import dta_compile
 from dta_compile.errors import RefusalError
 from tests.support.inside import inside
-from tests.support.tiny import VOCABULARY, WIDTH, BareLM, after, assert_same, log_probs, shared_ids, weighted
+from tests.support.tiny import VOCABULARY, WIDTH, BareLM, TinyLM, after, assert_same, log_probs, shared_ids, weighted
 
 OPTIONS = {"chunk_size": 3, "codegen": "eager"}
 
@@ -356,3 +356,25 @@ def test_assertions_about_what_a_tensor_holds(model):
     assert inside(compiled).only
     with pytest.raises((RuntimeError, AssertionError), match="too large"):  # as Dynamo of this torch has it
         compiled(ids + 30 * len(ids))
+
+
+@pytest.mark.parametrize("given", ["arguments", "buffers"])
+def test_weights_that_are_no_parameters(given):
+    """Tensors without a gradient in place of all parameters, as `functional_call` has them, and weights as buffers."""
+    model = TinyLM()
+    weights = {name: 1.1 * value.detach() for name, value in model.named_parameters()}
+
+    def function(weights, ids):
+        return torch.func.functional_call(model, weights, ids).log_softmax(-1)
+
+    if given == "buffers":
+        for name, value in weights.items():
+            owner, _, own = name.rpartition(".")
+            delattr(model.get_submodule(owner), own)
+            model.get_submodule(owner).register_buffer(own, value)
+        weights = {}
+    compiled = compiled_function(function)
+    for rows, tokens in ((5, 9), (4, WIDTH), (WIDTH, 11)):  # some of them as many as features
+        ids = shared_ids(rows, tokens)
+        assert_same(compiled(weights, ids), function(weights, ids))
+        assert dta_compile.last_plan(compiled).stats.compression > 1.2

@@ -15,10 +15,11 @@ import torch
 from torch import fx
 
 from dta_compile.executable.layouts import InputKind
+from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.layouts import batch_and_tokens, mixer_calls
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.operators import aten
-from dta_compile.passes.program import AmbiguousAxes, Program
+from dta_compile.passes.program import AmbiguousAxes, Program, ancestors
 from dta_compile.passes.symbols import free_symbols, hint, sizes, value_of
 
 BY_INDEX = (aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
@@ -31,9 +32,9 @@ def input_sizes(program: Program) -> None:
     calls = [batch_and_tokens(call) for call in mixer_calls(program.graph)]
     tokens = {length for _, length in calls}
     counting = free_symbols(size for both in calls for size in both)
-    inputs = list(program.inputs)
+    inputs, frozen = list(program.inputs), _frozen_weights(program)
     for index, (node, spec) in enumerate(zip(program.placeholders, inputs, strict=True)):
-        if spec.kind is InputKind.DIFFERENTIABLE_DATA and calls:
+        if calls and (spec.kind is InputKind.DIFFERENTIABLE_DATA or node in frozen):
             if counting.isdisjoint(free_symbols(sizes(node))):
                 _fix(node, range(len(sizes(node))))
                 inputs[index] = dataclasses.replace(spec, kind=InputKind.PARAMETER)
@@ -45,6 +46,23 @@ def input_sizes(program: Program) -> None:
     for node in program.graph.nodes:
         if node.target in BY_INDEX:
             _equal_sizes(node)
+
+
+def _frozen_weights(program: Program) -> set[fx.Node]:
+    """Return floating-point inputs that are no masks, if operands of a mixer are computed of no parameter at all.
+
+    Weights are among them, as buffers or as the tensors without a gradient that `functional_call` puts in their place.
+    """
+    trained = (InputKind.PARAMETER, InputKind.DIFFERENTIABLE_DATA)
+    pairs = list(zip(program.placeholders, program.inputs, strict=True))
+    parameters = {node for node, spec in pairs if spec.kind in trained}
+    calls = [(call, len(MIXERS[call.target].operands)) for call in mixer_calls(program.graph)]
+    read = [ancestors(arg for arg in call.args[:count] if isinstance(arg, fx.Node)) for call, count in calls]
+    if not any(parameters.isdisjoint(sources) for sources in read):
+        return set()
+    masks = ancestors(arg for call, count in calls for arg in call.args[count:] if isinstance(arg, fx.Node))
+    data = {n for n, spec in pairs if spec.kind is InputKind.DATA and n.meta["val"].is_floating_point()}
+    return data - (masks - set().union(*read))
 
 
 def _codebooks(node: fx.Node, counting: set[sympy.Symbol], tokens: set[sympy.Expr]) -> list[int]:

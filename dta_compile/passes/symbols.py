@@ -10,7 +10,14 @@ import torch
 from torch import fx
 
 from dta_compile.torch_compat.dynamo import ConstantSource
-from dta_compile.torch_compat.sizes import DimDynamic, ShapeEnv, free_unbacked_symbols
+from dta_compile.torch_compat.sizes import (
+    DimDynamic,
+    ShapeEnv,
+    SymNode,
+    SymT,
+    free_unbacked_symbols,
+    symbol_is_type,
+)
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -52,6 +59,15 @@ def new_size(env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
 def hint(size: Any) -> Any:
     """Return the number that a size had during tracing, without adding a guard; None if it is unbacked."""
     return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def make_constant(value: torch.SymInt | torch.SymFloat) -> None:
+    """Make the symbols of a number constants, under guards: from one on `1 - x`, torch draws no float `x`."""
+    env = value.node.shape_env
+    for symbol in sorted(symbolic(value).free_symbols, key=str):
+        is_float = symbol_is_type(symbol, SymT.FLOAT)
+        number: Any = SymNode(symbol, env, float if is_float else int, None)
+        float(torch.SymFloat(number)) if is_float else int(torch.SymInt(number))
 
 
 def symbol_sources(values: Iterable[Any]) -> dict[sympy.Symbol, tuple[int, int | None]]:

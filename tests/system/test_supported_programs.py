@@ -193,6 +193,17 @@ def test_numbers_as_arguments_may_differ_from_call_to_call(model):
         assert_equals_eager(scores, compiled, model, shared_ids(5, 9 - arguments[0]), *arguments)
 
 
+def test_floats_computed_from_arguments_may_differ_from_call_to_call(model):
+    """`4 - bound` of an annealed range: torch draws no constant from a guard on a sum of floats."""
+
+    def clipped(ids, bound):
+        return (log_probs((model(ids) * 3).clamp(-4 + bound, 4 - bound), ids),)
+
+    compiled = compiled_function(clipped)
+    for rows, bound in ((6, 0.2), (4, 0.3), (5, 0.15)):
+        assert_equals_eager(clipped, compiled, model, shared_ids(rows, 11), bound)
+
+
 def test_weights_that_were_computed_outside_also_as_wide_as_the_batch_is_long(model):
     def with_weights(ids, down, merged):
         hidden = model.hidden(ids)

@@ -25,7 +25,7 @@ from dta_compile.passes.graphs.operators import OF_TWO_TENSORS, RESHAPES, SQUEEZ
 from dta_compile.passes.graphs.source_lines import inherit_line, where
 from dta_compile.passes.graphs.subgraph import add_call, copied, graph_module
 from dta_compile.passes.program import ChunkInput, Program, has_tensor
-from dta_compile.passes.symbols import free_symbols, new_size, sizes, symbolic
+from dta_compile.passes.symbols import free_symbols, make_constant, new_size, sizes, symbolic
 from dta_compile.torch_compat.sizes import ShapeEnv
 
 
@@ -259,7 +259,7 @@ class _Builder:
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
             if symbolic(value).free_symbols & counting:
                 return False
-            int(value) if isinstance(value, torch.SymInt) else float(value)
+            make_constant(value)
         return True
 
 

@@ -172,7 +172,7 @@ def test_vectors_beside_features_are_others():
 
     @dataclasses.dataclass
     class Output(Masked):
-        hidden_states: torch.Tensor | None = None
+        high_res_last_hidden_state: torch.Tensor | None = None
 
     class Indicating(Model):
         def get_image_features(self, pixel_values, **others):

@@ -124,9 +124,10 @@ class Encoder(MethodCall):
         named = self.module.named_parameters(remove_duplicate=False)
         weights = tuple(name for name, weight in named if id(weight) in others)
         self.is_trained = any(weight.requires_grad for weight in (reads.weights | inside).values())
-        known = {*dict(fields), *UNREAD}
+        known = dict(fields)
         items = output.items() if isinstance(output, Mapping) else ()
-        has_others = any(isinstance(value, torch.Tensor) and name not in known for name, value in items)
+        left = (value for name, value in items if name not in known and not name.endswith(UNREAD))
+        has_others = any(isinstance(value, torch.Tensor) for value in left)
         self._form = Form(type(output), fields, widths, tuple(outermost), weights, has_others)
         self._one_by_one = bool(fields) and fields[0][1] == ("tensor", 0)
         self._bytes_per_row = None

@@ -11,7 +11,7 @@ import torch
 # Fields of a method's output that hold features, and whether the items of the outermost list are levels, not units.
 FIELDS = (("pooler_output", False), ("deepstack_features", True))
 HIDDEN = "last_hidden_state"  # holds the features of encoders of sounds, alone or as "pooler_output"
-UNREAD = (HIDDEN, "hidden_states", "attentions")  # of the encoder itself, which models do not read beside features
+UNREAD = (HIDDEN, "hidden_states", "attentions")  # ends of names of what models do not read beside features
 
 
 @dataclasses.dataclass(frozen=True)

@@ -88,13 +88,13 @@ def test_embeddings_are_asked_for_gradients_by_a_hook():
 
 def test_warnings_and_log_lines_end_no_graph(monkeypatch):
     class Tells(BareLM):
-        def forward(self, ids):
+        def mix(self, x, pairs=None):  # behind the embeddings: a graph would end with tokens in it
             warnings.warn("of the model", FutureWarning, stacklevel=2)
             if logger.isEnabledFor(logging.INFO):
-                logger.info("%s tokens", ids.shape[1])
+                logger.info("%s tokens", x.shape[1])
             logger.debug("and more")
             logger.warning_once("a method that a package adds")
-            return super().forward(ids)
+            return super().mix(x, pairs)
 
     once = functools.lru_cache(logging.Logger.warning)
     monkeypatch.setattr(logging.Logger, "warning_once", once, raising=False)

@@ -87,8 +87,12 @@ def select_masked_writes(graph: fx.Graph) -> None:
     replace_nodes(graph, _selection)
 
 
+def _is_alike(node: fx.Node, other: fx.Node) -> bool:
+    return sizes(node) == sizes(other) and node.meta["val"].dtype == other.meta["val"].dtype
+
+
 def _selection(node: fx.Node) -> fx.Node | None:
-    if node.target is aten.slice_scatter.default and sizes(node) == sizes(node.args[1]):
+    if node.target is aten.slice_scatter.default and _is_alike(node, node.args[1]):
         return node.args[1]  # writes all entries, as `x[:, mask] = value` does behind its selection
     if node.target is not aten.index_put.default:
         return None

@@ -151,6 +151,8 @@ def _behind(scores: Scores, steps: list[fx.Node], softmax: fx.Node, dim: int) ->
         elif node.target in CASTS and not is_float(node):
             raise Mismatch("weights as integers or booleans")
         elif node.target in CHANGES:
+            if not is_cut:
+                raise Mismatch("weights of sinks that are changed before the sinks are cut off")
             scores.follow_weights(node, source, dims)
         elif node.target in MOVES:
             if not is_cut and node.target not in DIFFERENTIABLE_COPIES:
